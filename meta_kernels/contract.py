@@ -1,0 +1,104 @@
+"""Rules that many ops share, and the one wording of an error: the op and argument, the rule, what arrived, what to do.
+
+T rows, B sequences. Shapes may be symbolic: compare them, never cast them with `int()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+INDEX_DTYPES = (torch.int32, torch.int64)
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def refusal(op: str, argument: str, rule: str, got: object, fix: str, error: type[Exception] = ValueError) -> Exception:
+    """The exception to raise: `refusal("zero_fill", "x", "have at least one dimension", "a scalar", "pass [T, ...]")`."""
+    return error(f"{op}: {argument} must {rule}, got {got}; {fix}")
+
+
+def shape_of(tensor: Tensor) -> str:
+    """A tensor's shape as people write it: `[8, 4]`."""
+    return f"[{', '.join(str(n) for n in tensor.shape)}]"
+
+
+def dtype_of(tensor: Tensor) -> str:
+    """A dtype's short name: `int32`."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def names_of(dtypes: Sequence[torch.dtype]) -> str:
+    """Dtypes as an alternative: `int32 or int64`."""
+    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def check_dtype(op: str, argument: str, tensor: Tensor, dtypes: Sequence[torch.dtype], fix: str = "cast it") -> None:
+    """`tensor` has one of `dtypes`."""
+    if tensor.dtype not in dtypes:
+        raise refusal(op, argument, f"be {names_of(dtypes)}", dtype_of(tensor), fix, TypeError)
+
+
+def check_float(op: str, argument: str, tensor: Tensor) -> None:
+    """fp32, bf16 or fp16; fp64 on CPU, where the reference serves it."""
+    if tensor.dtype in FLOAT_DTYPES or (tensor.dtype == torch.float64 and tensor.device.type == "cpu"):
+        return
+    fix = "fp64 is served on CPU only, cast it to float32" if tensor.dtype == torch.float64 else "cast it"
+    raise refusal(op, argument, f"be {names_of(FLOAT_DTYPES)}", f"{dtype_of(tensor)} on {tensor.device.type}", fix, TypeError)
+
+
+def check_rank(op: str, argument: str, tensor: Tensor, rank: int, layout: str) -> None:
+    """`tensor` has `rank` dimensions; `layout` names them, such as `[T]`."""
+    if tensor.dim() != rank:
+        raise refusal(op, argument, f"have {rank} dimension{'s' * (rank != 1)} {layout}", f"shape {shape_of(tensor)}", "reshape it")
+
+
+def check_device(op: str, argument: str, tensor: Tensor, device: torch.device, owner: str) -> None:
+    """`tensor` stands on the device of `owner`."""
+    if tensor.device != device:
+        raise refusal(op, argument, f"be on the device of {owner} ({device})", str(tensor.device), "move it")
+
+
+def check_cu_seqlens(
+    op: str,
+    cu_seqlens: Tensor,
+    cu_seqlens_padded: Tensor | None,
+    device: torch.device | None = None,
+    owner: str = "",
+    argument: str = "cu_seqlens",
+) -> None:
+    """Both are int32 or int64, 1-D, at least one entry, of equal length and dtype, on one device (that of `owner`, if given)."""
+    for name, tensor in ((argument, cu_seqlens), (f"{argument}_padded", cu_seqlens_padded)):
+        if tensor is None:
+            continue
+        if tensor.dtype not in INDEX_DTYPES:
+            check_dtype(op, name, tensor, INDEX_DTYPES, "cast it, for example with .to(torch.int32)")
+        if tensor.dim() != 1 or tensor.shape[0] == 0:
+            raise refusal(op, name, "be 1-D [B+1] with at least one entry", f"shape {shape_of(tensor)}", "pass B+1 offsets")
+        if device is not None and tensor.device != device:
+            check_device(op, name, tensor, device, owner)
+    if cu_seqlens_padded is None:
+        return
+    padded = f"{argument}_padded"
+    if cu_seqlens_padded.shape[0] != cu_seqlens.shape[0]:
+        raise refusal(
+            op, padded, f"have as many entries as {argument} ({cu_seqlens.shape[0]})", cu_seqlens_padded.shape[0], "pass B+1 offsets in both"
+        )
+    if cu_seqlens_padded.dtype != cu_seqlens.dtype:
+        raise refusal(
+            op, padded, f"have the dtype of {argument} ({dtype_of(cu_seqlens)})", dtype_of(cu_seqlens_padded), "cast one of them", TypeError
+        )
+    if cu_seqlens_padded.device != cu_seqlens.device:
+        check_device(op, padded, cu_seqlens_padded, cu_seqlens.device, argument)
+
+
+def check_count(op: str, argument: str, value: int, least: int) -> None:
+    """A size given as a Python int (or a symbolic one) is at least `least`."""
+    if value < least:
+        raise refusal(op, argument, f"be at least {least}", value, "pass a larger one")
+
+
+def contiguous(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """What every launcher allocates: contiguous, whatever the strides of the inputs (`empty_like` would copy a permutation)."""
+    return torch.empty(shape, dtype=dtype, device=device)

@@ -1,0 +1,35 @@
+"""Packed variable-length (THD) training ops for PyTorch that work under torch.compile and CUDA graphs.
+
+Importing this registers every op as `torch.ops.thdops.<name>`. It needs neither triton nor a GPU: kernels are imported when an
+op is first called on CUDA.
+"""
+
+from __future__ import annotations
+
+from thdops._version import __version__
+from thdops.ops.padding.op import (
+    compact_rows,
+    cu_seqlens_from_lengths,
+    cu_seqlens_from_positions,
+    padding_mask,
+    positions,
+    sequence_ids,
+    slice_cu_seqlens,
+    zero_fill,
+    zero_fill_,
+    zero_fill_grad,
+)
+
+__all__ = [
+    "__version__",
+    "compact_rows",
+    "cu_seqlens_from_lengths",
+    "cu_seqlens_from_positions",
+    "padding_mask",
+    "positions",
+    "sequence_ids",
+    "slice_cu_seqlens",
+    "zero_fill",
+    "zero_fill_",
+    "zero_fill_grad",
+]

@@ -1,0 +1,1 @@
+"""Padding of packed tensors: where it is, how to zero it, and the metadata around it."""

@@ -1,0 +1,228 @@
+"""Public functions and specs of the padding ops.
+
+T rows, B sequences. C = cu_seqlens, P = cu_seqlens_padded (C where that is None): sequence b owns rows [P[b], P[b+1]), its valid
+rows are the first C[b+1]-C[b] of them, every other row is padding (gaps, the tail from P[B] on, rows before P[0]).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meta_kernels import padding as contract
+from thdops.namespace import REGISTRY
+from thdops.ops.padding import reference, samples
+from thdops.registry import OpSpec, register
+
+_KERNELS = "thdops.ops.padding.kernels"
+
+
+# --- public functions ----------------------------------------------------------------------------------------------------------------
+
+
+def zero_fill(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> Tensor:
+    """A copy of `x` whose padding rows are +0.0, whatever stood there (NaN and Inf included).
+
+    Args:
+        x: `[T, ...]`, any strides, any dtype that has a zero (fp8 e4m3/e5m2, integers and bool included).
+        cu_seqlens: int32 or int64 `[B+1]` on x's device; valid rows per sequence as prefix sums.
+        cu_seqlens_padded: physical offsets, same shape and dtype; None where sequences stand back to back.
+
+    Returns:
+        Contiguous, x's shape and dtype; zero on padding rows. Its gradient is zero-filled likewise.
+
+    Raises:
+        ValueError, TypeError: wrong rank, dtype, device or length of an argument.
+    """
+    return torch.ops.thdops.zero_fill(x, cu_seqlens, cu_seqlens_padded)
+
+
+def zero_fill_(
+    tensors: Tensor | Sequence[Tensor],
+    cu_seqlens: Tensor | Sequence[Tensor],
+    cu_seqlens_padded: Tensor | Sequence[Tensor] | None = None,
+) -> None:
+    """Write +0.0 to the padding rows of one tensor or several, in place, in one launch. Nothing of the tensors is read.
+
+    Args:
+        tensors: `[T_i, ...]` each, of different row counts, widths, dtypes and strides, slices of one buffer included.
+            Must not require grad in grad mode.
+        cu_seqlens: int32 or int64 `[B+1]`: one for all tensors, or one per tensor (dQ has the query's, dK and dV the key's).
+        cu_seqlens_padded: physical offsets, in the same form as `cu_seqlens`; None where sequences stand back to back.
+
+    Raises:
+        ValueError, TypeError: wrong rank, dtype, device or count of an argument; a tensor that requires grad in grad mode.
+    """
+    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+    cu_seqlens = [cu_seqlens] if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
+    if cu_seqlens_padded is None:
+        padded: list[Tensor] = []
+    else:
+        padded = [cu_seqlens_padded] if isinstance(cu_seqlens_padded, Tensor) else list(cu_seqlens_padded)
+    torch.ops.thdops.zero_fill_(tensors, cu_seqlens, padded)
+
+
+class _ZeroFillGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> Tensor:
+        return x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, *ctx.metadata = inputs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return torch.ops.thdops.zero_fill(grad, *ctx.metadata), None, None
+
+
+def zero_fill_grad(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> Tensor:
+    """`x` itself, no copy; the gradient that comes back through it is +0.0 on padding rows.
+
+    Put it around an attention that is not ours, on q, k and v, so that garbage in its gradients stops there. Arguments and errors
+    as `zero_fill`.
+    """
+    contract.check_zero_fill(x, cu_seqlens, cu_seqlens_padded)
+    return _ZeroFillGrad.apply(x, cu_seqlens, cu_seqlens_padded)
+
+
+def padding_mask(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tokens: int) -> Tensor:
+    """bool `[T]`, True on padding rows: gaps, tail, and rows before the first sequence. T = `total_tokens`.
+
+    Raises:
+        ValueError, TypeError: wrong rank, dtype or length of an argument; `total_tokens` below 0.
+    """
+    return torch.ops.thdops.padding_mask(cu_seqlens, cu_seqlens_padded, total_tokens)
+
+
+def sequence_ids(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tokens: int) -> Tensor:
+    """int32 `[T]`: the sequence of each valid row, from 0; -1 on padding rows. Errors as `padding_mask`."""
+    return torch.ops.thdops.sequence_ids(cu_seqlens, cu_seqlens_padded, total_tokens)
+
+
+def positions(
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tokens: int, *, cp_size: int = 1, cp_rank: int = 0
+) -> Tensor:
+    """int32 `[T]`: the position of each valid row in its sequence, from 0 (for RoPE); 0 on padding rows.
+
+    With context parallelism, `cu_seqlens` and `cu_seqlens_padded` are the whole batch's, `total_tokens` counts this rank's rows,
+    and the result is the position in the whole sequence of each of them (zigzag partition: rank r of W holds chunks r and
+    2W-1-r of every sequence's 2W). Errors as `padding_mask`, and `cp_rank` outside `[0, cp_size)`.
+    """
+    return torch.ops.thdops.positions(cu_seqlens, cu_seqlens_padded, total_tokens, cp_size, cp_rank)
+
+
+def compact_rows(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tokens: int) -> tuple[Tensor, Tensor]:
+    """A permutation of the rows that puts valid rows first, and its inverse: (index, inverse), int32 `[T]` each.
+
+    `x.index_select(0, index)` has the valid rows in front, in order and without gaps (what a kernel that knows one cu_seqlens
+    wants: give it `cu_seqlens - cu_seqlens[0]`), then the padding rows, in order. `index_select(0, inverse)` puts them back.
+    Static size, so no sync. Errors as `padding_mask`.
+    """
+    return torch.ops.thdops.compact_rows(cu_seqlens, cu_seqlens_padded, total_tokens)
+
+
+def cu_seqlens_from_positions(position_ids: Tensor, max_seqs: int) -> Tensor:
+    """int32 `[max_seqs+1]`: cu_seqlens of a packed batch that is described by position ids alone.
+
+    A sequence starts at row 0 and wherever a position does not continue its predecessor's by one. Rows of negative position are
+    tail padding: they belong to no sequence and must stand behind all others. Entries past the last sequence repeat the end.
+    More sequences than `max_seqs` cannot raise without a host sync: every entry is then -1, so that all rows count as padding
+    and `packing.validate` names the cause; nothing is cut off silently.
+
+    Raises:
+        ValueError, TypeError: `position_ids` not int32/int64 `[T]`; `max_seqs` below 1.
+    """
+    return torch.ops.thdops.cu_seqlens_from_positions(position_ids, max_seqs)
+
+
+def cu_seqlens_from_lengths(lengths: Tensor, max_seqs: int) -> Tensor:
+    """int32 `[max_seqs+1]`: prefix sums of `lengths` (int32/int64 `[n]`, n <= max_seqs), the end repeated. Negative counts as 0.
+
+    Raises:
+        ValueError, TypeError: `lengths` not int32/int64 1-D, or longer than `max_seqs`.
+    """
+    return torch.ops.thdops.cu_seqlens_from_lengths(lengths, max_seqs)
+
+
+def slice_cu_seqlens(
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, start: int, length: int
+) -> tuple[Tensor, Tensor]:
+    """(cu_seqlens, cu_seqlens_padded) of rows `[start, start + length)`, in the slice's own row numbers, same shape and dtype.
+
+    For sequence parallelism, which cuts documents: a sequence's valid rows stay a prefix of its piece, a sequence without a row
+    in the slice becomes empty. Errors as `padding_mask`; `start` or `length` below 0.
+    """
+    return torch.ops.thdops.slice_cu_seqlens(cu_seqlens, cu_seqlens_padded, start, length)
+
+
+# --- autograd ------------------------------------------------------------------------------------------------------------------------
+
+
+def _save_metadata(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, cu_seqlens, cu_seqlens_padded = inputs
+    ctx.save_for_backward(cu_seqlens, cu_seqlens_padded)
+
+
+def _zero_fill_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    return torch.ops.thdops.zero_fill(grad, *ctx.saved_tensors), None, None
+
+
+# --- specs ---------------------------------------------------------------------------------------------------------------------------
+
+_ROW_MAP = "(Tensor cu_seqlens, Tensor? cu_seqlens_padded, SymInt total_tokens"
+
+
+def _spec(name: str, schema: str, summary: str, **rest: Any) -> None:
+    pieces = {
+        "check": getattr(contract, f"check_{name}"),
+        "fake": getattr(contract, f"fake_{name}"),
+        "reference": getattr(reference, name),
+        "cuda": f"{_KERNELS}:{name}",
+        "samples": getattr(samples, f"{name}_samples"),
+        "refusals": getattr(samples, f"{name}_refusals"),
+        "cost": getattr(samples, f"{name}_cost"),
+        "benches": getattr(samples, f"{name}_benches"),
+        "padding": getattr(samples, f"{name}_padding", None),
+    }
+    register(OpSpec(name=name, schema=schema, summary=summary, **{**pieces, **rest}), REGISTRY)
+
+
+_spec(
+    "zero_fill",
+    "(Tensor x, Tensor cu_seqlens, Tensor? cu_seqlens_padded=None) -> Tensor",
+    "a copy with padding rows exactly zero",
+    setup_context=_save_metadata,
+    backward=_zero_fill_backward,
+    pads_zeroed=True,
+)
+_spec(
+    "zero_fill_",
+    "(Tensor(a!)[] tensors, Tensor[] cu_seqlens, Tensor[] cu_seqlens_padded) -> ()",
+    "padding rows of several tensors zeroed in place, one launch",
+    mutates=("tensors",),
+    pads_zeroed=True,
+)
+_spec("padding_mask", f"{_ROW_MAP}) -> Tensor", "True on padding rows", pads_zeroed=True)
+_spec("sequence_ids", f"{_ROW_MAP}) -> Tensor", "the sequence of each row, -1 on padding", pads_zeroed=True)
+_spec(
+    "positions",
+    f"{_ROW_MAP}, SymInt cp_size=1, SymInt cp_rank=0) -> Tensor",
+    "the position of each row in its sequence, 0 on padding",
+    pads_zeroed=True,
+)
+_spec("compact_rows", f"{_ROW_MAP}) -> (Tensor, Tensor)", "permutation that puts valid rows first, and its inverse")
+_spec(
+    "cu_seqlens_from_positions",
+    "(Tensor position_ids, SymInt max_seqs) -> Tensor",
+    "fixed-size cu_seqlens from position ids",
+)
+_spec("cu_seqlens_from_lengths", "(Tensor lengths, SymInt max_seqs) -> Tensor", "fixed-size cu_seqlens from lengths")
+_spec(
+    "slice_cu_seqlens",
+    "(Tensor cu_seqlens, Tensor? cu_seqlens_padded, SymInt start, SymInt length) -> (Tensor, Tensor)",
+    "metadata of a contiguous row slice",
+)
