@@ -15,6 +15,7 @@ from meta_kernels.contract import (
     contiguous,
     dtype_of,
     refusal,
+    shape_of,
 )
 
 _NO_ZERO = tuple(getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name))
@@ -45,7 +46,11 @@ def check_zero_fill_(tensors: list[Tensor], cu_seqlens: list[Tensor], cu_seqlens
         raise refusal(op, "cu_seqlens", f"be one tensor or one per tensor ({count})", len(cu_seqlens), "pass one of the two")
     if len(cu_seqlens_padded) not in (0, len(cu_seqlens)):
         raise refusal(
-            op, "cu_seqlens_padded", f"be None or as many as cu_seqlens ({len(cu_seqlens)})", len(cu_seqlens_padded), "pass one of the two"
+            op,
+            "cu_seqlens_padded",
+            f"be None or as many as cu_seqlens ({len(cu_seqlens)})",
+            len(cu_seqlens_padded),
+            "pass one of the two",
         )
     device = tensors[0].device
     for i, x in enumerate(tensors):
@@ -53,6 +58,10 @@ def check_zero_fill_(tensors: list[Tensor], cu_seqlens: list[Tensor], cu_seqlens
             _check_rows(op, f"tensors[{i}]", x)
         if x.device != device:
             check_device(op, f"tensors[{i}]", x, device, "tensors[0]")
+        strides = x.stride()
+        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, x.shape, strict=True)):
+            got = f"shape {shape_of(x)} with strides {list(strides)}"
+            raise refusal(op, f"tensors[{i}]", "have a place in memory for each element", got, "clone the expanded tensor")
     for i, cu in enumerate(cu_seqlens):
         check_cu_seqlens(op, cu, cu_seqlens_padded[i] if cu_seqlens_padded else None, device, "tensors[0]")
 
@@ -88,7 +97,9 @@ def check_positions(
     _check_row_map("positions", cu_seqlens, cu_seqlens_padded, total_tokens)
     check_count("positions", "cp_size", cp_size, 1)
     if not 0 <= cp_rank < cp_size:
-        raise refusal("positions", "cp_rank", f"be from 0 to cp_size - 1 ({cp_size - 1})", cp_rank, "pass this rank's number in its group")
+        raise refusal(
+            "positions", "cp_rank", f"be from 0 to cp_size - 1 ({cp_size - 1})", cp_rank, "pass this rank's number in its group"
+        )
 
 
 def fake_positions(
@@ -138,9 +149,7 @@ def check_slice_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None,
     check_count("slice_cu_seqlens", "length", length, 0)
 
 
-def fake_slice_cu_seqlens(
-    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, start: int, length: int
-) -> tuple[Tensor, Tensor]:
+def fake_slice_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, start: int, length: int) -> tuple[Tensor, Tensor]:
     def new() -> Tensor:
         return contiguous(cu_seqlens.shape[0], dtype=cu_seqlens.dtype, device=cu_seqlens.device)
 

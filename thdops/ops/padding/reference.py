@@ -45,22 +45,28 @@ def sequence_ids(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tok
     return torch.where(rows.valid, rows.sequence, -1).int()
 
 
-def positions(
-    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tokens: int, cp_size: int = 1, cp_rank: int = 0
-) -> Tensor:
-    if cp_size == 1:
-        rows = locate_rows(cu_seqlens, cu_seqlens_padded, total_tokens)
-        return torch.where(rows.valid, rows.offset, 0).int()
-    # Zigzag: a rank holds chunks cp_rank and 2W-1-cp_rank of each sequence's 2W, one behind the other.
+def locate_positions(
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tokens: int, cp_size: int, cp_rank: int
+) -> tuple[Tensor, Tensor]:
+    """Of each of a rank's T rows: whether it is valid, and its position in the whole sequence (any number where it is not)."""
     starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).long()
+    if cp_size == 1 or starts.shape[0] == 1:
+        rows = locate_rows(cu_seqlens, cu_seqlens_padded, total_tokens)
+        return rows.valid, rows.offset
+    # Zigzag: a rank holds chunks cp_rank and 2W-1-cp_rank of each sequence's 2W, one behind the other.
     local = locate_rows(starts // cp_size, None, total_tokens)
-    if starts.shape[0] == 1:
-        return torch.zeros(total_tokens, dtype=torch.int32, device=starts.device)
     chunk = (starts.diff() // (2 * cp_size))[local.sequence]
     shift = torch.where(local.offset < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank)
     position = local.offset + chunk * shift
     length = torch.minimum(cu_seqlens.long().diff(), starts.diff())[local.sequence]
-    return torch.where(local.valid & (position < length), position, 0).int()
+    return local.valid & (position < length), position
+
+
+def positions(
+    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tokens: int, cp_size: int = 1, cp_rank: int = 0
+) -> Tensor:
+    valid, position = locate_positions(cu_seqlens, cu_seqlens_padded, total_tokens, cp_size, cp_rank)
+    return torch.where(valid, position, 0).int()
 
 
 def zero_fill(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> Tensor:
@@ -105,9 +111,7 @@ def cu_seqlens_from_lengths(lengths: Tensor, max_seqs: int) -> Tensor:
     return torch.nn.functional.pad(ends, (1, 0)).int()
 
 
-def slice_cu_seqlens(
-    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, start: int, length: int
-) -> tuple[Tensor, Tensor]:
+def slice_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, start: int, length: int) -> tuple[Tensor, Tensor]:
     starts = (cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded).long()
     valid_length = torch.minimum(cu_seqlens.long().diff(), starts.diff())
     low = starts[:-1].clamp(start, start + length)
