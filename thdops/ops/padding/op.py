@@ -72,11 +72,12 @@ class _ZeroFillGrad(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, *ctx.metadata = inputs
+        # Saved, not kept as an attribute: metadata overwritten before the backward must raise, not zero other rows.
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return torch.ops.thdops.zero_fill(grad, *ctx.metadata), None, None
+        return torch.ops.thdops.zero_fill(grad, *ctx.saved_tensors), None, None
 
 
 def zero_fill_grad(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> Tensor:

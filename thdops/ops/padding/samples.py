@@ -106,8 +106,8 @@ def _row_map_samples(device: torch.device, *more: int) -> Iterator[Sample]:
         yield Sample(f"{name}, {dtype}", (*base, *more), _metadata_replays(base), compile=compiled)
     late = Layout(prefix_sums([4, 2], device, first=3), None, 12)
     yield Sample("first offset above 0, no padded offsets", (*late, *more), _metadata_replays(late))
-    short = layout("gaps and tail", device)._replace(total=7)
-    yield Sample("fewer rows than the sequences own", (*short, *more), _metadata_replays(short))
+    columns = torch.stack(_metadata(device), dim=1)
+    yield Sample("columns of one metadata buffer", (columns[:, 0], columns[:, 1], 25, *more))
     none = Layout(prefix_sums([0, 0], device), None, 0)
     yield Sample("no row", (*none, *more), _metadata_replays(none))
 
@@ -199,6 +199,8 @@ def zero_fill_samples(device: torch.device) -> Iterator[Sample]:
     base = layout("tail", device, _INT64)
     yield sample("bool", base, new([base.total, 7], torch.bool))
     yield sample("zero width", base, new([base.total, 0], torch.float32))
+    columns = torch.stack(_metadata(device), dim=1)
+    yield Sample("columns of one metadata buffer", (new([25, 2], torch.float32), columns[:, 0], columns[:, 1]))
     base = Layout(prefix_sums([0], device), prefix_sums([0], device), 0)
     yield sample("no row", base, new([0, 4], torch.float32))
 
@@ -316,6 +318,8 @@ def zero_fill__samples(device: torch.device) -> Iterator[Sample]:
     yield sample("no valid row", [base], new([base.total, 9], bf16))
     base = layout("no sequence", device)
     yield sample("no sequence", [base], new([base.total, 4], fp32))
+    columns = torch.stack(_metadata(device), dim=1)
+    yield Sample("columns of one metadata buffer", ([new([25, 2], fp32)], [columns[:, 0]], [columns[:, 1]]))
     base = Layout(prefix_sums([0], device), None, 0)
     yield sample("no row", [base], new([0, 4], fp32))
 
@@ -656,6 +660,8 @@ def slice_cu_seqlens_samples(device: torch.device) -> Iterator[Sample]:
     yield sample("rows before the first", layout("rows before the first", device), 1, 6)
     yield sample("sentinels", layout("sentinels", device), 4, 12)
     yield sample("no sequence", layout("no sequence", device), 1, 3)
+    columns = torch.stack(_metadata(device), dim=1)
+    yield Sample("columns of one metadata buffer", (columns[:, 0], columns[:, 1], 5, 9))
 
 
 def slice_cu_seqlens_refusals(device: torch.device) -> Iterator[Refusal]:
