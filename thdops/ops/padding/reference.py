@@ -73,7 +73,9 @@ def zero_fill(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = 
     padding = padding_mask(cu_seqlens, cu_seqlens_padded, x.shape[0])
     padding = padding.view(-1, *[1] * (x.dim() - 1))
     # Select, never multiply: padding may hold NaN. `where` serves fp8 on CPU, where masked_fill is missing.
-    return torch.where(padding, torch.zeros((), dtype=x.dtype, device=x.device), x).contiguous()
+    filled = torch.where(padding, torch.zeros((), dtype=x.dtype, device=x.device), x)
+    # Through one dimension: a single row that is contiguous already would keep the odd strides of a transposed x.
+    return filled.reshape(-1).view(x.shape)
 
 
 def zero_fill_(tensors: list[Tensor], cu_seqlens: list[Tensor], cu_seqlens_padded: list[Tensor]) -> None:
