@@ -1,0 +1,333 @@
+"""The benchmark command, on a small registry of its own: what it compares, refuses and writes, not how fast anything is."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from thdops import bench, timing
+from thdops.registry import Bench, Cost, OpSpec, Registry, register
+
+REGISTRY = Registry("bench_test")
+
+
+def _check(x: Tensor) -> None:
+    if x.dim() != 1:
+        raise ValueError(f"x must be 1-D, got {x.dim()}-D; flatten it")
+
+
+def _fake(x: Tensor) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def double(x: Tensor) -> Tensor:
+    """Reference and CUDA launcher in one: the registry only asks for a callable."""
+    return x * 2
+
+
+def _check_in_place(tensors: list[Tensor]) -> None:
+    return None
+
+
+def double_in_place(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.mul_(2)
+
+
+def _cost(x: Tensor) -> Cost:
+    return Cost(read=x.nbytes, written=x.nbytes, flops=x.numel())
+
+
+def _host_sync(x: Tensor) -> Tensor:
+    return x + x if x.abs().sum().item() >= 0 else x
+
+
+def _benches(device: torch.device) -> Iterator[Bench]:
+    def make() -> tuple[Tensor]:
+        return (torch.randn(1000, device=device),)
+
+    yield Bench("add", make, lambda x: x + x)
+    yield Bench("host sync", make, _host_sync)
+
+
+def _wrong_benches(device: torch.device) -> Iterator[Bench]:
+    yield Bench("off by a little", lambda: (torch.randn(1000, device=device),), lambda x: x * 2.01)
+
+
+def _failing_benches(device: torch.device) -> Iterator[Bench]:
+    yield Bench("a matrix", lambda: (torch.randn(10, 10, device=device),), lambda x: x + x)
+    yield Bench("a vector", lambda: (torch.randn(10, device=device),), lambda x: x + x)
+
+
+def _in_place_benches(device: torch.device) -> Iterator[Bench]:
+    def make() -> tuple[list[Tensor]]:
+        buffer = torch.randn(20, 8, device=device)
+        return (list(buffer.split(4, dim=1)),)
+
+    yield Bench("two views of one buffer", make, double_in_place)
+    yield Bench("baseline that returns", make, lambda tensors: [t * 2 for t in tensors])
+
+
+def _spec(name: str, benches: object) -> None:
+    register(
+        OpSpec(
+            name=name,
+            schema="(Tensor x) -> Tensor",
+            check=_check,
+            fake=_fake,
+            reference=double,
+            cuda=f"{__name__}:double",
+            samples=lambda device: (),
+            refusals=lambda device: (),
+            cost=_cost,
+            benches=benches,  # pyright: ignore[reportArgumentType]  (three generators of one type)
+        ),
+        REGISTRY,
+    )
+
+
+_spec("double", _benches)
+_spec("wrong", _wrong_benches)
+_spec("failing", _failing_benches)
+_spec("unbenched", lambda device: ())
+register(
+    OpSpec(
+        name="double_",
+        schema="(Tensor(a!)[] tensors) -> ()",
+        check=_check_in_place,
+        fake=_check_in_place,
+        reference=double_in_place,
+        cuda=f"{__name__}:double_in_place",
+        samples=lambda device: (),
+        refusals=lambda device: (),
+        cost=lambda tensors: Cost(written=sum(t.nbytes for t in tensors)),
+        benches=_in_place_benches,
+        mutates=("tensors",),
+    ),
+    REGISTRY,
+)
+
+
+def _run(*argv: str) -> int:
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    return bench.main(parser.parse_args(argv), REGISTRY)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_and_header_and_exit_code(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "bench.json"
+    assert _run("double", "double_", "unbenched", "--cpu", "--json", str(file)) == 0
+    document = json.loads(file.read_text())
+    assert {"gpu", "torch", "triton", "cuda", "driver", "date", "command"} <= document["header"].keys()
+    assert document["header"]["torch"] == torch.__version__
+    assert [(r["op"], r["bench"], r["provider"]) for r in document["rows"]] == [
+        (op, name, provider)
+        for op, names in (("double", ("add", "host sync")), ("double_", ("two views of one buffer", "baseline that returns")))
+        for name in names
+        for provider in ("thdops", "eager", "compiled")
+    ] + [("unbenched", "none", "-")]
+    for row in document["rows"][:-1]:
+        assert row["us"] > 0
+        assert not row["failed"]
+        assert (row["speedup"] is None) == (row["provider"] == "thdops")
+        assert row["unit"] == "GB/s"
+    out = capsys.readouterr().out
+    assert "host sync" in out
+    assert "offers no bench" in out
+    assert "WRONG" not in out
+
+
+def test_a_wrong_result_gets_no_speed_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    assert _run("wrong", "double", "--cpu", "--json", str(file)) == 1
+    captured = capsys.readouterr()
+    lines = captured.out.splitlines()
+    assert lines[lines.index("wrong: off by a little") + 1].startswith("  thdops    WRONG: result 0: error up to")
+    rows = json.loads(file.read_text())["rows"]
+    assert [r["speedup"] for r in rows if r["op"] == "wrong"] == [None]
+    assert len([r for r in rows if r["op"] == "double"]) == 6, "the run goes on behind a wrong op"
+    assert "1 of 7 rows wrong or failed" in captured.err
+
+
+def test_a_bench_that_raises_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("failing", "--cpu") == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[lines.index("failing: a matrix") + 1] == "  -         FAILED: ValueError: x must be 1-D, got 2-D; flatten it"
+    behind = lines[lines.index("failing: a vector") + 1 :]
+    assert [line.split()[0] for line in behind] == ["thdops", "eager", "compiled"]
+
+
+def test_unknown_op(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("dubble", "--cpu") == 2
+    assert "no op named dubble; known: double, wrong" in capsys.readouterr().err
+
+
+def test_without_a_gpu_it_says_so(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _run("double") == 2
+    captured = capsys.readouterr()
+    assert "there is no GPU here" in captured.err
+    assert captured.out == ""
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+    file = tmp_path / "bench.png"
+    assert _run("double", "--cpu", "--plot", str(file)) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_plot_draws_a_roofline(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+    from thdops.bench_plot import draw
+
+    rows = [bench.Row("op", "b", p, us=us, floor_us=2.0, speedup=s) for p, us, s in (("thdops", 3.0, None), ("eager", 9.0, 3.0))]
+    facts = {"gpu": "none", "torch": "2", "triton": "3", "date": "today"}
+    file = tmp_path / "bench.svg"
+    draw(file, rows, facts)
+    assert "<svg" in file.read_text()
+
+
+# --- right or wrong ---------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "what"),
+    [
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.00001]), ""),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), "error up to 0.1"),
+        (torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([1.0, 2.01]), ""),
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0]), "50.00% of elements"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")]), "50.00% of elements"),
+        (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, float("nan")]), "50.00% of elements"),
+        (torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -torch.inf]), ""),
+        (torch.tensor([1.0, torch.inf]), torch.tensor([1.0, -torch.inf]), "error up to inf"),
+        (torch.tensor([1.0, 5.0]), torch.tensor([1.0, -torch.inf]), "error up to inf"),
+        (torch.tensor([1.0, torch.inf]), torch.tensor([1.0, 5.0]), "error up to inf"),
+        (torch.tensor([1, 2]), torch.tensor([1, 3]), "1 of 2 elements differ"),
+        (torch.tensor([True]), torch.tensor([True]), ""),
+        (torch.zeros(2, 1), torch.zeros(2), "shape [2, 1] against [2]"),
+        (torch.zeros(0), torch.zeros(0), ""),
+    ],
+)
+def test_difference(got: Tensor, expected: Tensor, what: str) -> None:
+    found = bench.difference([got], [expected])
+    assert what in found
+    assert bool(found) == bool(what)
+
+
+def test_difference_wants_every_result_of_the_baseline() -> None:
+    one = torch.ones(1)
+    assert bench.difference([one, one], [one]) == ""
+    assert bench.difference([one], [one, one]) == "1 results against the baseline's 2"
+    assert bench.difference([one], []) == "1 results against the baseline's 0"
+
+
+# --- copies of arguments ----------------------------------------------------------------------------------------------------------
+
+
+def test_clones_keep_values_strides_and_aliasing() -> None:
+    buffer = torch.randn(6, 8)
+    left, right = buffer[:, :5], buffer[:, 5:]
+    flipped = torch.randn(3, 4, requires_grad=True)
+    new = bench.clone_arguments(([left, right], flipped, None, 3))
+    for old, copy in zip((left, right, flipped), (*new[0], new[1]), strict=True):
+        assert torch.equal(old, copy)
+        assert old.stride() == copy.stride()
+        assert old.requires_grad == copy.requires_grad
+        assert old.untyped_storage().data_ptr() != copy.untyped_storage().data_ptr()
+    assert new[0][0].untyped_storage().data_ptr() == new[0][1].untyped_storage().data_ptr()
+    assert new[2:] == (None, 3)
+    before = buffer.clone()
+    new[0][0].fill_(7)
+    assert torch.equal(buffer, before)
+
+
+def test_small_tensors_are_shared() -> None:
+    small, large = torch.zeros(8, dtype=torch.int32), torch.zeros(1000)
+    new = bench.clone_arguments((small, large), share_up_to=32)
+    assert new[0] is small
+    assert new[1].data_ptr() != large.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("elements", "cost", "free", "copies"),
+    [
+        (2**20, Cost(read=4 * 2**20, written=4 * 2**20), 2**40, 26),  # 8 MiB a call against 4 x 50 MiB
+        (2**20, Cost(read=2.0**30), 2**40, 26),  # a cost cannot exceed what can be touched: twice what is held
+        (2**28, Cost(read=2.0**30), 2**40, 1),  # beyond the cache by itself
+        (2**20, Cost(), 2**40, 32),  # touches nothing: the cap
+        (2**20, Cost(), 2**26, 4),  # little memory: a quarter of it
+        (2**20, Cost(), 0, 1),
+        (2**10, Cost(), 2**40, 1),  # nothing but metadata
+    ],
+)
+def test_how_many_copies(elements: int, cost: Cost, free: int, copies: int) -> None:
+    args = (torch.empty(elements, dtype=torch.float32), torch.zeros(5, dtype=torch.int32))
+    assert bench.copies_wanted(args, cost, 50 * 2**20, free) == copies
+
+
+# --- timing -----------------------------------------------------------------------------------------------------------------------
+
+
+def test_roofline_floor_follows_the_mix() -> None:
+    roofline = timing.Roofline(read=4000.0, write=3000.0, copy=2000.0, matmul=500.0)
+    assert roofline.bandwidth(Cost(read=1.0)) == 4000
+    assert roofline.bandwidth(Cost(written=1.0)) == 3000
+    assert roofline.bandwidth(Cost(read=95.0, written=5.0)) == 4000
+    assert roofline.bandwidth(Cost(read=5.0, written=95.0)) == 3000
+    assert roofline.bandwidth(Cost(read=1.0, written=1.0)) == 2000
+    assert roofline.floor_us(Cost(read=1e6, written=1e6)) == pytest.approx(1.0)
+    assert roofline.floor_us(Cost(read=1e6, written=1e6, flops=1e9)) == pytest.approx(2.0)
+    assert roofline.floor_us(Cost()) == 0
+
+
+def test_host_time_drains_the_queue_between_batches() -> None:
+    events: list[int | str] = []
+    result = timing.host_time(events.append, 3, lambda: events.append("sync"), calls=200)
+    measured = events[events.index("sync") :]
+    batches = [run.count(",") for run in ",".join(map(str, measured)).split("sync")[1:-1]]
+    assert len(batches) == 10
+    assert max(batches) - 1 <= 20
+    assert set(events) == {0, 1, 2, "sync"}
+    assert result.p20 <= result.p50 <= result.p80
+
+
+def test_spread() -> None:
+    timing_ = timing.Timing.of([float(i) for i in range(1, 102)], "graph")
+    assert (timing_.p20, timing_.p50, timing_.p80) == (21.0, 51.0, 81.0)
+    assert timing_.spread == pytest.approx(30 / 51)
+    assert timing.Timing.of([5.0], "wall").spread == 0
+
+
+# --- on a GPU ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_a_gpu_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = timing.measure_roofline(torch.device("cuda"), gib=0.25, matmul=1024)
+    assert min(small.read, small.write, small.copy, small.matmul) > 0
+    monkeypatch.setattr(bench, "measure_roofline", lambda device: small)
+    file = tmp_path / "bench.json"
+    assert _run("double", "double_", "--json", str(file)) == 0
+    document = json.loads(file.read_text())
+    how = {(r["bench"], r["provider"]): (r["how"], r["note"]) for r in document["rows"]}
+    assert how["add", "thdops"] == ("graph", "")
+    assert how["add", "compiled"] == ("graph", "")
+    assert how["host sync", "thdops"] == ("graph", "")
+    assert how["host sync", "eager"] == ("events", "host sync: no graph, timed eagerly")
+    for row in document["rows"]:
+        assert row["us"] > 0
+        assert row["host_us"] > 0
+        assert row["above_floor_us"] == pytest.approx(row["us"] - row["floor_us"])
+    assert document["header"]["driver"] != "none"
+    assert "* host sync" in capsys.readouterr().out

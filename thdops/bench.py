@@ -1,0 +1,400 @@
+"""`python -m thdops bench [op ...]`: every op that offers a bench, beside what people write without it, in one run.
+
+A row is one bench by one provider: the op, the baseline in eager mode, the baseline under `torch.compile`. An op's number counts
+only if its result is right: it is held against the baseline's on the same inputs first, and where they differ the word WRONG
+stands in place of every speed-up and the exit code is 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thdops._version import __version__
+from thdops.registry import Bench, Cost, OpSpec, Registry
+from thdops.timing import Roofline, device_time, host_time, measure_roofline
+
+__all__ = ["Row", "add_arguments", "main"]
+
+_SHARED_BYTES = 64 * 1024
+"""Tensors up to this size (cu_seqlens, counts, biases) are not copied: every kernel of a training step reads them."""
+_L2_MULTIPLE = 4
+_MAX_COPIES = 32
+_HOST_BUDGET_US = 3e6
+_RELATIVE = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+_RELATIVE_FP8 = 0.15
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bench by one provider. Times in microseconds a call; None where there is no number, and `note` says why."""
+
+    op: str
+    bench: str
+    provider: str
+    us: float | None = None
+    spread: float | None = None
+    how: str = ""
+    rate: float | None = None
+    unit: str = ""
+    roofline: float | None = None
+    """The floor's share of the time: 1 is a call that no kernel on this device could beat."""
+    floor_us: float | None = None
+    above_floor_us: float | None = None
+    host_us: float | None = None
+    speedup: float | None = None
+    """The op's, over this provider, on the device."""
+    host_speedup: float | None = None
+    copies: int = 1
+    note: str = ""
+    failed: bool = False
+
+
+# --- arguments that can be copied -------------------------------------------------------------------------------------------------
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, (list, tuple)):
+        for leaf in tree:
+            yield from _tensors(leaf)
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+
+
+def clone_arguments(args: tuple[Any, ...], share_up_to: int = -1) -> tuple[Any, ...]:
+    """The same arguments in fresh memory: equal values and strides, and views of one buffer are again views of one buffer.
+
+    Storages of at most `share_up_to` bytes are shared, not copied.
+    """
+    fresh: dict[int, torch.UntypedStorage] = {}
+
+    def copy(tree: Any) -> Any:
+        if isinstance(tree, (list, tuple)):
+            return type(tree)(map(copy, tree))
+        if not isinstance(tree, Tensor) or tree.untyped_storage().nbytes() <= share_up_to:
+            return tree
+        old = tree.untyped_storage()
+        if old.data_ptr() not in fresh:
+            fresh[old.data_ptr()] = old.clone()
+        new = torch.empty(0, dtype=tree.dtype, device=tree.device)
+        new.set_(fresh[old.data_ptr()], tree.storage_offset(), tree.size(), tree.stride())
+        return new.requires_grad_(tree.requires_grad)
+
+    return tuple(map(copy, args))
+
+
+def copies_wanted(args: tuple[Any, ...], cost: Cost, l2_bytes: int, free_bytes: int) -> int:
+    """How many copies of the arguments a graph rotates over, so that none is still in the L2 cache when its turn comes again."""
+    held = sum(s.nbytes() for s in _storages(_tensors(args)).values() if s.nbytes() > _SHARED_BYTES)
+    if held == 0:
+        return 1
+    touched = max(1.0, min(cost.read + cost.written, 2.0 * held))
+    wanted = int(_L2_MULTIPLE * l2_bytes / touched) + 1
+    # A quarter of the memory for inputs leaves room for as many outputs and for what a baseline allocates.
+    return max(1, min(wanted, _MAX_COPIES, int(free_bytes / 4 / held)))
+
+
+# --- right or wrong ---------------------------------------------------------------------------------------------------------------
+
+
+def call_results(function: Callable[..., Any], args: tuple[Any, ...], written: Sequence[int]) -> list[Tensor]:
+    """What a call returned, or, if it returned nothing, what it wrote to: the arguments at the positions `written`."""
+    returned = function(*args)
+    results = list(_tensors(returned)) if returned is not None else list(_tensors([args[i] for i in written]))
+    return [r.detach() for r in results]
+
+
+def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
+    """ "" if the results agree, else where they do not. A baseline may leave out trailing results.
+
+    Integers and bools must be equal. Floats are compared in fp32: the error may be the coarser dtype's tolerance times
+    (|expected| + the root mean square of what is expected). NaN is never right, an infinity only where both have it.
+    """
+    if not expected or len(got) < len(expected):
+        return f"{len(got)} results against the baseline's {len(expected)}"
+    for i, (ours, theirs) in enumerate(zip(got, expected, strict=False)):
+        if ours.shape != theirs.shape:
+            return f"result {i}: shape {list(ours.shape)} against {list(theirs.shape)}"
+        if ours.numel() == 0:
+            continue
+        if not (ours.is_floating_point() and theirs.is_floating_point()):
+            unequal = int((ours != theirs).sum())
+            if unequal:
+                return f"result {i}: {unequal} of {ours.numel()} elements differ"
+            continue
+        tolerance = max(_RELATIVE.get(t.dtype, _RELATIVE_FP8) for t in (ours, theirs))
+        a, b = ours.float(), theirs.float()
+        same = a == b  # equal infinities included
+        finite = b.isfinite()
+        scale = torch.where(finite, b, 0).square().mean().sqrt()
+        wrong = ~same & ~((a - b).abs() <= tolerance * (b.abs() + scale) * finite)
+        if bool(wrong.any()):
+            worst = float(torch.where(wrong, (a - b).abs(), 0).max())
+            share = float(wrong.float().mean())
+            return f"result {i}: error up to {worst:.3g}, {share:.2%} of elements beyond {tolerance:g} relative"
+    return ""
+
+
+# --- one bench --------------------------------------------------------------------------------------------------------------------
+
+
+def run_bench(registry: Registry, spec: OpSpec, bench: Bench, device: torch.device, roofline: Roofline | None) -> Iterator[Row]:
+    """The rows of one bench: op, eager baseline, compiled baseline. `roofline` is None where there is none (CPU)."""
+    op = getattr(getattr(torch.ops, registry.namespace), spec.name)
+    written = [i for i, a in enumerate(registry.schema(spec.name).arguments) if a.name in spec.mutates]
+    args = bench.make()
+    cost = spec.cost(*args)
+    torch._dynamo.reset()
+    compiled = torch.compile(bench.baseline, dynamic=False, backend="inductor" if device.type == "cuda" else "eager")
+
+    # All comparisons come before any timing: a timed op that mutates does so many times, on the very arguments.
+    ours = call_results(op, clone_arguments(args), written)
+    wrong = difference(ours, call_results(bench.baseline, clone_arguments(args), written))
+    if wrong:
+        yield Row(spec.name, bench.name, "thdops", note=f"WRONG: {wrong}", failed=True)
+        return
+    compiled_failure = ""
+    try:
+        compiled_wrong = difference(ours, call_results(compiled, clone_arguments(args), written))
+    except Exception as error:  # a baseline that does not compile is no failure of ours, but the table must say it
+        compiled_wrong, compiled_failure = "", f"does not compile: {_first_line(error)}"
+    del ours
+
+    copies = 2
+    if device.type == "cuda":
+        l2_bytes = torch.cuda.get_device_properties(device).L2_cache_size
+        copies = copies_wanted(args, cost, l2_bytes, torch.cuda.mem_get_info(device)[0])
+    rotation = [args, *(clone_arguments(args, _SHARED_BYTES) for _ in range(copies - 1))]
+
+    def time(provider: str, function: Callable[..., Any], against: Row | None = None) -> Row:
+        return _timed(Row(spec.name, bench.name, provider, copies=copies), function, rotation, cost, device, roofline, against)
+
+    row = time("thdops", op)
+    yield row
+    yield time("eager", bench.baseline, row)
+    if compiled_failure:
+        yield Row(spec.name, bench.name, "compiled", note=compiled_failure)
+    elif compiled_wrong:
+        yield Row(spec.name, bench.name, "compiled", note=f"WRONG: {compiled_wrong}", failed=True)
+    else:
+        yield time("compiled", compiled, row)
+
+
+def _timed(
+    row: Row,
+    function: Callable[..., Any],
+    rotation: Sequence[tuple[Any, ...]],
+    cost: Cost,
+    device: torch.device,
+    roofline: Roofline | None,
+    against: Row | None,
+) -> Row:
+    def run(i: int) -> Any:
+        return function(*rotation[i])
+
+    on_device, note = device_time(run, len(rotation), device)
+    host_us = None
+    if device.type == "cuda":
+        calls = max(60, min(1000, int(_HOST_BUDGET_US / on_device.p50)))
+        host_us = host_time(run, len(rotation), torch.cuda.synchronize, calls).p50
+    values: dict[str, Any] = asdict(row) | {
+        "us": on_device.p50,
+        "spread": on_device.spread,
+        "how": on_device.how,
+        "host_us": host_us,
+        "note": note,
+    }
+    bytes_moved = cost.read + cost.written
+    flops_bound = roofline is not None and roofline.flops_us(cost) > roofline.bytes_us(cost)
+    if flops_bound:
+        values |= {"rate": cost.flops / on_device.p50 / 1e6, "unit": "TFLOP/s"}
+    elif bytes_moved:
+        values |= {"rate": bytes_moved / on_device.p50 / 1e3, "unit": "GB/s"}
+    if roofline is not None:
+        floor = roofline.floor_us(cost)
+        values |= {"roofline": floor / on_device.p50, "floor_us": floor, "above_floor_us": on_device.p50 - floor}
+    if against is not None and against.us:
+        values["speedup"] = on_device.p50 / against.us
+    if against is not None and against.host_us and host_us:
+        values["host_speedup"] = host_us / against.host_us
+    return Row(**values)
+
+
+# --- the run ----------------------------------------------------------------------------------------------------------------------
+
+
+def header(device: torch.device) -> dict[str, str]:
+    """The circumstances that a number carries."""
+    return {
+        "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else f"none, CPU ({platform.machine()})",
+        "thdops": __version__,
+        "torch": torch.__version__,
+        "triton": _version("triton"),
+        "cuda": torch.version.cuda or "none",
+        "driver": _driver() if device.type == "cuda" else "none",
+        "python": platform.python_version(),
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
+        "command": shlex.join(["python", "-m", "thdops", *sys.argv[1:]]),
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _driver() -> str:
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return "unknown"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+_WIDTHS = {"us": 11, "spread": 8, "rate": 15, "roofline": 10, "+us": 10, "host us": 9, "speed-up": 10}
+
+
+def _columns() -> str:
+    return " " * 11 + "".join(f"{title:>{width}}" for title, width in _WIDTHS.items())
+
+
+def format_row(row: Row) -> str:
+    """One line of the table, below a line that names op and bench; a row without numbers shows its note instead."""
+    if row.us is None:
+        return f"  {row.provider:<9} {row.note}"
+    cells = (
+        f"{row.us:.2f}" + ("*" if row.how == "events" else ""),
+        f"{row.spread:.1%}",
+        f"{row.rate:,.1f} {row.unit}" if row.rate is not None else "-",
+        f"{row.roofline:.0%}" if row.roofline is not None else "-",
+        f"{row.above_floor_us:.2f}" if row.above_floor_us is not None else "-",
+        f"{row.host_us:.1f}" if row.host_us is not None else "-",
+        f"{row.speedup:.2f}x" if row.speedup is not None else "",
+    )
+    line = "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS.values(), strict=True))
+    return f"  {row.provider:<9}{line}" + (f"  * {row.note}" if row.note else "")
+
+
+def _working(text: str) -> AbstractContextManager[Any]:
+    """A spinner on a terminal where rich is installed; silence elsewhere."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    try:
+        from rich.console import Console
+    except ImportError:
+        return nullcontext()
+    return Console(stderr=True).status(text)
+
+
+def _rows(registry: Registry, specs: Sequence[OpSpec], device: torch.device, roofline: Roofline | None) -> Iterator[Row]:
+    """Every row of every bench. One that raises becomes a failed row: a long run must not lose what it has."""
+    for spec in specs:
+        benches = list(spec.benches(device))
+        if not benches:
+            yield Row(spec.name, "none", "-", note="offers no bench")
+        for bench in benches:
+            rows = run_bench(registry, spec, bench, device, roofline)
+            while True:
+                try:
+                    with _working(f"{spec.name}: {bench.name}"):
+                        row = next(rows, None)
+                except Exception as error:
+                    row = None
+                    yield Row(spec.name, bench.name, "-", note=f"FAILED: {_first_line(error)}", failed=True)
+                if row is None:
+                    break
+                yield row
+            if device.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m thdops bench`."""
+    parser.add_argument("ops", nargs="*", metavar="op", help="ops to time; all that offer a bench if none is named")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write header, roofline and rows there")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and their floors there (needs matplotlib)")
+    parser.add_argument(
+        "--cpu", action="store_true", help="run every bench once on CPU: is the result right? Its times say nothing"
+    )
+
+
+def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
+    """Run the benches; 0 if every result was right, 1 if one was wrong or failed, 2 if there is nothing to run."""
+    if registry is None:
+        import thdops  # noqa: F401  (fills the registry)
+        from thdops.namespace import REGISTRY
+
+        registry = REGISTRY
+    unknown = [name for name in args.ops if name not in registry]
+    if unknown:
+        print(f"bench: no op named {', '.join(unknown)}; known: {', '.join(s.name for s in registry)}", file=sys.stderr)
+        return 2
+    if not args.cpu and not torch.cuda.is_available():
+        print("bench: there is no GPU here, so there is nothing to time; --cpu checks every bench's result on CPU", file=sys.stderr)
+        return 2
+    device = torch.device("cpu") if args.cpu else torch.device("cuda", torch.cuda.current_device())
+    specs = [registry[name] for name in args.ops] if args.ops else list(registry)
+
+    facts = header(device)
+    print("\n".join(f"{name:<9} {value}" for name, value in facts.items()))
+    roofline = None
+    if device.type == "cuda":
+        with _working("measuring the roofline"):
+            roofline = measure_roofline(device)
+        print(
+            f"roofline  read {roofline.read:.0f} GB/s, write {roofline.write:.0f} GB/s, copy {roofline.copy:.0f} GB/s,"
+            f" bf16 matmul {roofline.matmul:.0f} TFLOP/s"
+        )
+        torch.cuda.empty_cache()
+        print("us: a call inside a CUDA graph (*: timed eagerly); +us: above the roofline; speed-up: of the op over that row\n")
+    else:
+        print("results are compared on CPU; the times are those of the references and say nothing about the kernels\n")
+    print(_columns())
+    rows: list[Row] = []
+    for row in _rows(registry, specs, device, roofline):
+        if not rows or (rows[-1].op, rows[-1].bench) != (row.op, row.bench):
+            print(f"{row.op}: {row.bench}")
+        print(format_row(row), flush=True)
+        rows.append(row)
+
+    if args.json:
+        _write_json(args.json, facts, roofline, rows)
+    if args.plot:
+        from thdops.bench_plot import draw
+
+        draw(args.plot, rows, facts)
+    failed = sum(row.failed for row in rows)
+    if failed:
+        print(f"\n{failed} of {len(rows)} rows wrong or failed", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _write_json(path: Path, facts: Mapping[str, str], roofline: Roofline | None, rows: Sequence[Row]) -> None:
+    document = {"header": dict(facts), "roofline": asdict(roofline) if roofline else None, "rows": [asdict(row) for row in rows]}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(document, indent=1) + "\n")
