@@ -7,6 +7,7 @@ op is first called on CUDA.
 from __future__ import annotations
 
 from thdops._version import __version__
+from thdops.ops.attention_thd.op import attention, attention_backends
 from thdops.ops.padding.op import (
     compact_rows,
     cu_seqlens_from_lengths,
@@ -22,6 +23,8 @@ from thdops.ops.padding.op import (
 
 __all__ = [
     "__version__",
+    "attention",
+    "attention_backends",
     "compact_rows",
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_positions",

@@ -1,0 +1,25 @@
+"""What the attention ops run on CUDA: the backend that the call names. The contract has refused every other name by then."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from meta_kernels.attention_thd import Call, GradCall, takes
+from thdops.ops.attention_thd import reference, torch_backend
+
+
+@takes(Call)
+def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    if call.backend == "torch":
+        return torch_backend.attention(call)
+    with torch.no_grad():
+        return reference.attention(*call)
+
+
+@takes(GradCall)
+def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if call.backend == "torch":
+        return torch_backend.attention_grad(call)
+    with torch.no_grad():
+        return reference.attention_grad(*call)
