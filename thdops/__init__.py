@@ -20,8 +20,10 @@ from thdops.ops.padding.op import (
     zero_fill_,
     zero_fill_grad,
 )
+from thdops.packing import PackedSequences
 
 __all__ = [
+    "PackedSequences",
     "__version__",
     "attention",
     "attention_backends",
