@@ -129,6 +129,8 @@ class OpSpec:
     roundings: float = 1.0
     """How many roundings of the output's dtype the kernel may be off, beyond the error of the low-precision reference."""
     mutates: tuple[str, ...] = ()
+    no_gradient: tuple[str, ...] = ()
+    """Floating-point arguments and (named in the schema) results that have no gradient by contract, such as a token count."""
     deterministic: bool = True
     graph_safe: bool = True
     pads_zeroed: bool = False
@@ -217,6 +219,9 @@ def _checked_schema(qualified: str, spec: OpSpec, registry: Registry) -> torch._
         raise disagree("backward and setup_context come together; give both or neither")
     if written and spec.backward is not None:
         raise disagree("an op that mutates cannot have a backward formula; offer a functional op beside it")
+    unknown = sorted(set(spec.no_gradient) - {a.name for a in (*schema.arguments, *schema.returns)})
+    if unknown:
+        raise disagree(f"no_gradient names {unknown}, which the schema has neither as an argument nor as a result")
     if spec.pads_zeroed and spec.padding is None:
         raise disagree("pads_zeroed is promised but the spec has no padding function, so nothing could check it")
     if not _LAUNCHER.match(spec.cuda):

@@ -1,0 +1,149 @@
+"""`python -m thdops list | check [op ...] | bench [op ...] | doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from thdops.registry import Registry
+
+
+def main(argv: Sequence[str] | None = None, registry: Registry | None = None) -> int:
+    """Run a command; returns the exit status. `registry` is the one to work on, ours by default."""
+    parser = argparse.ArgumentParser(prog="python -m thdops", description="Packed variable-length (THD) training ops for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    listing = commands.add_parser("list", help="the ops: schemas, promises, backends")
+    listing.add_argument("--json", action="store_true", help="as JSON")
+
+    check = commands.add_parser("check", help="hold ops against everything that they promise, on this machine")
+    check.add_argument("ops", nargs="*", metavar="op", help="ops to check; all by default")
+    check.add_argument("--json", action="store_true", help="the report as JSON")
+    check.add_argument("--device", choices=("cpu", "cuda"), help="where; the GPU if there is one")
+    check.add_argument("--times", action="store_true", help="seconds spent per check")
+
+    bench = commands.add_parser("bench", help="time ops against what people write without them")
+    commands.add_parser("doctor", help="what this machine can run")
+
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == ["bench"]:  # the bench brings its own arguments, and more imports than the rest
+        from thdops import bench as benchmark
+
+        benchmark.add_arguments(bench)
+    arguments = parser.parse_args(words)
+    if arguments.command == "bench":
+        from thdops import bench as benchmark
+
+        return benchmark.main(arguments)
+    if arguments.command == "doctor":
+        return _doctor()
+    if arguments.command == "list":
+        return _list(registry or _ours(), arguments)
+    return _check(arguments, registry)
+
+
+def _ours() -> Registry:
+    import thdops  # noqa: F401  (importing it registers every op)
+    from thdops.namespace import REGISTRY
+
+    return REGISTRY
+
+
+def _list(registry: Registry, arguments: argparse.Namespace) -> int:
+    from thdops.conformance import render
+
+    if arguments.json:
+        print(json.dumps([render.as_record(spec) for spec in registry], indent=2))
+    else:
+        render.show(render.list_tables(registry))
+    return 0
+
+
+def _check(arguments: argparse.Namespace, registry: Registry | None) -> int:
+    import torch
+
+    if arguments.device == "cpu" or not torch.cuda.is_available():
+        # Kernels are interpreted on CPU, and Triton decides that when it is imported.
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    registry = registry or _ours()
+    from thdops.conformance import CHECKS, render, run
+
+    names = arguments.ops or [spec.name for spec in registry]
+    unknown = [name for name in names if name not in registry]
+    if unknown:
+        print(f"no op named {', '.join(unknown)}; there are: {', '.join(s.name for s in registry)}", file=sys.stderr)
+        return 2
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        print("--device cuda: torch sees no GPU; leave it out to check what a CPU can tell", file=sys.stderr)
+        return 2
+    with _progress(len(names) * len(CHECKS)) as progress:
+        report = run(registry, names, arguments.device, progress)
+    if arguments.json:
+        fields = {"namespace": report.namespace, "device": report.device, "ok": report.ok}
+        print(json.dumps({**fields, "ops": report.rows, "seconds": report.seconds}, indent=2))
+    else:
+        tables = render.check_tables(report)
+        if arguments.times:
+            slowest = sorted(report.seconds.items(), key=lambda item: -item[1])
+            tables.insert(-1, render.Table("Seconds", ("check", "seconds"), [[name, f"{s:7.1f}"] for name, s in slowest]))
+        render.show(tables)
+    return 0 if report.ok else 1
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[str, str, str], None] | None]:
+    """A bar on stderr if that is a terminal and rich is installed."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("checking", total=total)
+        yield lambda op, check, outcome: bar.update(task, advance=1, description=f"{op}: {check}")
+
+
+def _doctor() -> int:
+    import platform
+    from importlib import metadata
+
+    import torch
+
+    from thdops import __version__
+    from thdops.conformance import render
+
+    def version(package: str) -> str:
+        return metadata.version(package) if importlib.util.find_spec(package) else "not installed"
+
+    gpu = torch.cuda.is_available()
+    if gpu:
+        major, minor = torch.cuda.get_device_capability()
+        device = f"{torch.cuda.get_device_name()} (sm_{major}{minor}), {torch.cuda.device_count()} in all"
+    else:
+        device = "none that torch sees: references serve CPU tensors, kernels can be interpreted"
+    rows = [
+        ("thdops", __version__),
+        ("python", platform.python_version()),
+        ("torch", torch.__version__),
+        ("triton", version("triton")),
+        ("GPU", device),
+        ("CUDA of torch", torch.version.cuda or "none"),
+        ("rich", version("rich")),
+    ]
+    render.show([render.Table("This machine", ("what", "found"), rows)])
+    if gpu and importlib.util.find_spec("triton") is None:
+        print("CUDA kernels need Triton: pip install 'thdops[kernels]'", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

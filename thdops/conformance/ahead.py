@@ -1,0 +1,144 @@
+"""Compiling every kernel of an op ahead of time, for GPUs that are not there.
+
+The launcher runs on the CPU tensors of the samples, but its launches are intercepted and compiled for each architecture of the
+spec. That needs a process in which Triton does not interpret, one per op.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from thdops.conformance.case import CheckFailed, NotRun, OpUnderTest
+
+_TIMEOUT = 600
+
+
+def check_ahead_of_time(case: OpUnderTest) -> None:
+    """Every kernel that a sample launches compiles for every architecture of the spec."""
+    if importlib.util.find_spec("triton") is None:
+        raise NotRun("Triton is not installed")
+    outcome = compile_ahead(case)
+    if outcome["failures"]:
+        raise CheckFailed("; ".join(outcome["failures"]))
+    if not outcome["compiled"]:
+        raise CheckFailed("no sample launches a kernel")
+
+
+def compile_ahead(case: OpUnderTest) -> dict[str, Any]:
+    """`{"compiled": ["kernel sm_90", ...], "failures": [...]}`, from another process."""
+    on_cpu = OpUnderTest(case.registry, case.spec, torch.device("cpu"))
+    job = {
+        "launcher": case.spec.cuda,
+        "architectures": list(case.spec.architectures),
+        "path": sys.path,
+        "calls": [(s.name, s.args) for s in on_cpu.samples() if not _has_fp64(on_cpu, s.args)],
+    }
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "job.pt"
+        torch.save(job, file)
+        command = [
+            sys.executable,
+            "-c",
+            f"import sys; sys.path[:0] = {sys.path!r}; from {__name__} import main; main({str(file)!r})",
+        ]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+        raise CheckFailed(f"the compiling process ended with {done.returncode}: {last}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def _has_fp64(case: OpUnderTest, args: tuple[Any, ...]) -> bool:
+    return any(s.tensor.dtype == torch.float64 for s in case.slots(args))
+
+
+class _Driver:
+    """A stand-in for Triton's driver: one pretended GPU per architecture, device i being the i-th."""
+
+    def __init__(self, architectures: list[int]) -> None:
+        self.architectures = architectures
+        self.device = 0
+
+    def get_current_device(self) -> int:
+        return self.device
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.architectures[self.device], 32)
+
+
+class _Compiler:
+    """Takes intercepted launches and compiles each kernel once per architecture and kind of arguments."""
+
+    def __init__(self, architectures: list[int]) -> None:
+        import triton
+
+        self.driver = _Driver(architectures)
+        driver: Any = triton.runtime.driver
+        driver.set_active(self.driver)
+        self.seen: set[Any] = set()
+        self.compiled: list[str] = []
+        self.failures: list[str] = []
+
+    def __call__(
+        self, kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constexprs: tuple[Any, ...], num_warps: int
+    ) -> None:
+        key = (id(kernel), num_warps, constexprs, tuple(map(_kind, args)))
+        if key in self.seen:
+            return
+        self.seen.add(key)
+        for device, architecture in enumerate(self.driver.architectures):
+            self.driver.device = device
+            name = f"{kernel.__name__} sm_{architecture}"
+            try:
+                kernel.warmup(*args, *constexprs, grid=grid, num_warps=num_warps)
+                self.compiled.append(name)
+            except Exception as error:
+                self.failures.append(f"{name}: {_reason(error)}")
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in one line: Triton wraps it in quoted source lines."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    return f"{type(error).__name__}: {lines[-1][:300] if lines else '(no text)'}"
+
+
+def _kind(arg: Any) -> Any:
+    if isinstance(arg, Tensor):
+        return (arg.dtype, arg.data_ptr() % 16 == 0)
+    if isinstance(arg, tuple):
+        return tuple(map(_kind, arg))
+    # Integers do not specialise a kernel (launch refuses those that would), only their width does.
+    return (int, abs(arg) < 2**31) if isinstance(arg, int) else type(arg)
+
+
+def main(file: str) -> None:
+    """Compile what a job file describes and print the outcome as JSON on the last line."""
+    from thdops.ops.launch import intercept
+
+    job = torch.load(file, weights_only=False)
+    sys.path[:0] = [p for p in job["path"] if p not in sys.path]
+    module, function = job["launcher"].split(":")
+    launcher = getattr(importlib.import_module(module), function)
+    compiler = _Compiler(job["architectures"])
+    for _, args in job["calls"]:
+        with intercept(compiler):
+            launcher(*args)
+    print(json.dumps({"compiled": sorted(set(compiler.compiled)), "failures": sorted(set(compiler.failures))}))

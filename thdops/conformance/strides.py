@@ -1,0 +1,63 @@
+"""Checks of strides: any input strides give the same result, and a fake has the strides of what it stands for."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from thdops.conformance.case import Arguments, CheckFailed, OpUnderTest, as_tuple, copied, naming
+from thdops.conformance.declared import faked
+from thdops.conformance.interpreter import implementations
+from thdops.conformance.tensors import close, restrided
+
+_SAME_VALUES_ROUNDINGS = 8.0  # other strides may make eager code sum in another order
+
+
+def check_fake(case: OpUnderTest) -> None:
+    """A fake result has the shape, dtype, strides and device of the real one, for contiguous and other inputs."""
+    for sample in case.samples():
+        with naming(sample.name):
+            _fake_is_real(case, sample.args)
+            if sample.compile:
+                for slot in case.slots(sample.args):
+                    for name, tensor in restrided(slot.tensor):
+                        with naming(f"{slot.label} {name}"):
+                            _fake_is_real(case, slot.replaced(sample.args, tensor))
+
+
+def _fake_is_real(case: OpUnderTest, args: Arguments) -> None:
+    real = as_tuple(case.op(*copied(args)))
+    with FakeTensorMode() as mode:
+        fake = as_tuple(case.op(*faked(mode, args)))
+    if len(fake) != len(real):
+        raise CheckFailed(f"the fake returns {len(fake)} tensors, the op {len(real)}")
+    for i, (f, r) in enumerate(zip(fake, real, strict=True)):
+        for what, got, expected in (
+            ("shape", tuple(f.shape), tuple(r.shape)),
+            ("dtype", f.dtype, r.dtype),
+            ("device", f.device, r.device),
+            ("strides", _strides(f), _strides(r)),
+        ):
+            if got != expected:
+                raise CheckFailed(f"{case.output_label(i)}: the fake has {what} {got}, the op returns {expected}")
+
+
+def _strides(tensor: Tensor) -> tuple[int, ...]:
+    """Strides that can be seen: those of dimensions with more than one element."""
+    return () if tensor.numel() == 0 else tuple(s for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)
+
+
+def check_input_strides(case: OpUnderTest) -> None:
+    """Transposed, sliced and stride-padded versions of every tensor argument give the result of the contiguous one."""
+    for label, function, fit in implementations(case):
+        for sample in case.compile_samples():
+            args = fit(sample.args)
+            if args is None:
+                continue
+            with naming(label + sample.name):
+                expected = case.call(function, args)
+                for slot in case.slots(args):
+                    for name, tensor in restrided(slot.tensor):
+                        results = case.call(function, slot.replaced(args, tensor))
+                        for i, (actual, plain) in enumerate(zip(results, expected, strict=True)):
+                            close(f"{case.output_label(i)} with {slot.label} {name}", actual, plain, 0.0, _SAME_VALUES_ROUNDINGS)
