@@ -92,6 +92,13 @@ class GradCall(NamedTuple):
     backend: str
 
 
+def key_metadata(call: Call | GradCall) -> tuple[Tensor, Tensor | None]:
+    """cu_seqlens of keys and values and their padded offsets: the query's where they have none of their own."""
+    if call.cu_seqlens_kv is None:
+        return call.cu_seqlens_q, call.cu_seqlens_q_padded
+    return call.cu_seqlens_kv, call.cu_seqlens_kv_padded
+
+
 def takes(record: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
     """Let a function of one record be called with the record's fields, which is how the schema's arguments arrive."""
     parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in record._fields]
@@ -101,7 +108,7 @@ def takes(record: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., A
             return function(record(*fields))
 
         spread.__name__, spread.__doc__ = function.__name__, function.__doc__
-        spread.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        spread.__signature__ = inspect.Signature(parameters)
         return spread
 
     return decorate

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meta_kernels.attention_thd import Call, GradCall, statistics_dtype, takes
+from meta_kernels.attention_thd import Call, GradCall, key_metadata, statistics_dtype, takes
 from thdops.ops.padding.reference import Rows, locate_rows
 
 # Scores of one block: small enough to stay in cache, large enough to keep the cores busy.
@@ -52,6 +52,18 @@ class _Geometry(NamedTuple):
 @takes(Call)
 def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out [Tq, Hq, Dv], lse [Hq, Tq], max_logit [Hq] or [0]). Padding rows: out 0, lse -inf."""
+    with torch.autocast(call.q.device.type, enabled=False):  # which would take the products out of fp32
+        return _attention(call)
+
+
+@takes(GradCall)
+def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsink [Hq] or [0]). Padding rows: 0."""
+    with torch.autocast(call.q.device.type, enabled=False):
+        return _attention_grad(call)
+
+
+def _attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     place = _geometry(call)
     dtype = statistics_dtype(call.q)
     q = _grouped(call.q, place.valid_q, call.k.shape[1], dtype) * call.scale
@@ -87,9 +99,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, torch.cat([x.flatten(0, 1) for x in maxima], 1).amax(1)
 
 
-@takes(GradCall)
-def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dsink [Hq] or [0]). Padding rows: 0."""
+def _attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     place = _geometry(call)
     dtype = statistics_dtype(call.q)
     kv_heads = call.k.shape[1]
@@ -133,12 +143,12 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _geometry(call: Call | GradCall) -> _Geometry:
     shared = call.cu_seqlens_kv is None
     rows = locate_rows(call.cu_seqlens_q, call.cu_seqlens_q_padded, call.q.shape[0])
-    rows_kv = rows if shared else locate_rows(call.cu_seqlens_kv, call.cu_seqlens_kv_padded, call.k.shape[0])
+    rows_kv = rows if shared else locate_rows(*key_metadata(call), call.k.shape[0])
     diagonal = rows.offset
     if call.bottom_right and not shared:
-        lengths_q = _lengths(call.cu_seqlens_q, call.cu_seqlens_q_padded)
-        lengths_kv = _lengths(call.cu_seqlens_kv, call.cu_seqlens_kv_padded)
-        diagonal = diagonal + (lengths_kv - lengths_q)[rows.sequence]
+        more_keys = valid_lengths(*key_metadata(call)) - valid_lengths(call.cu_seqlens_q, call.cu_seqlens_q_padded)
+        # One entry more, so that rows find something where there is no sequence.
+        diagonal = diagonal + torch.nn.functional.pad(more_keys, (0, 1))[rows.sequence]
     return _Geometry(rows.valid, rows_kv.valid, _ids(rows, -1), _ids(rows_kv, -2), diagonal, rows_kv.offset)
 
 
@@ -146,12 +156,10 @@ def _ids(rows: Rows, padding: int) -> Tensor:
     return torch.where(rows.valid, rows.sequence, padding)
 
 
-def _lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> Tensor:
-    """Valid rows per sequence, int64 [B + 1]; the last entry is there so that row lookups work without any sequence."""
+def valid_lengths(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None) -> Tensor:
+    """Valid rows of each sequence, int64 [B]."""
     lengths = cu_seqlens.long().diff()
-    if cu_seqlens_padded is not None:
-        lengths = torch.minimum(lengths, cu_seqlens_padded.long().diff())
-    return torch.nn.functional.pad(lengths, (0, 1))
+    return lengths if cu_seqlens_padded is None else torch.minimum(lengths, cu_seqlens_padded.long().diff())
 
 
 def _blocks(call: Call | GradCall, place: _Geometry) -> Iterator[_Block]:

@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from meta_kernels.attention_thd import BACKENDS, Call, GradCall, default_backend, unserved
+from meta_kernels.attention_thd import BACKENDS, Call, GradCall, default_backend, key_metadata, unserved
 from thdops.ops.attention_thd import reference
 from thdops.ops.layouts import Layout, layout, others, prefix_sums
 from thdops.ops.padding.reference import padding_mask
@@ -101,17 +101,26 @@ def _cross(device: torch.device, dtype: torch.dtype = torch.int32) -> tuple[Layo
     )
 
 
-def _calls(device: torch.device) -> Iterator[tuple[str, Layout, Layout | None, Callable[..., Call], bool]]:
-    """(name, layout of queries, of keys, call from layouts, worth a compilation)."""
+class _Entry(NamedTuple):
+    """A sample before it has a layout: `make` builds the call from one for queries and one for keys (None = the same)."""
+
+    name: str
+    base: Layout
+    keys: Layout | None
+    make: Callable[..., Call]
+    compiled: bool  # worth a compilation
+
+
+def _calls(device: torch.device) -> Iterator[_Entry]:
     usual = _FP32 if device.type == "cpu" else _BF16
 
     def one(
         name: str, base: str, dtype: torch.dtype = usual, compiled: bool = False, index: torch.dtype = torch.int32, **rest: Any
-    ):
-        return name, layout(base, device, index), None, partial(_call, dtype=dtype, **rest), compiled
+    ) -> _Entry:
+        return _Entry(name, layout(base, device, index), None, partial(_call, dtype=dtype, **rest), compiled)
 
-    def two(name: str, dtype: torch.dtype = usual, compiled: bool = False, index: torch.dtype = torch.int32, **rest: Any):
-        return name, *_cross(device, index), partial(_call, dtype=dtype, **rest), compiled
+    def two(name: str, dtype: torch.dtype = usual, compiled: bool = False, index: torch.dtype = torch.int32, **rest: Any) -> _Entry:
+        return _Entry(name, *_cross(device, index), partial(_call, dtype=dtype, **rest), compiled)
 
     yield one("causal, tail", "tail", compiled=True, causal=True)
     yield one("every row valid", "full")
@@ -184,9 +193,7 @@ def _given(contents: dict[str, Tensor | None]) -> dict[str, Tensor]:
 
 def _masks(call: Call | GradCall) -> tuple[Tensor, Tensor]:
     queries = padding_mask(call.cu_seqlens_q, call.cu_seqlens_q_padded, call.q.shape[0])
-    if call.cu_seqlens_kv is None:
-        return queries, queries
-    return queries, padding_mask(call.cu_seqlens_kv, call.cu_seqlens_kv_padded, call.k.shape[0])
+    return queries, padding_mask(*key_metadata(call), call.k.shape[0])
 
 
 def attention_padding(*args: Any) -> Padding:
@@ -272,7 +279,6 @@ def _refusals(op: str, device: torch.device, args: Callable[[Call], tuple[Any, .
     q, k, v, cu = call.q, call.k, call.v, call.cu_seqlens_q
     base, keys = _cross(device)
     cross = _call(base, keys, dtype=_FP32)._replace(backend="reference")
-    assert cross.cu_seqlens_kv is not None
     sink = torch.zeros(4, device=device)
     learnable = {"softmax": "learnable", "sink": sink}
 
@@ -339,7 +345,7 @@ def _refusals(op: str, device: torch.device, args: Callable[[Call], tuple[Any, .
         "cu_seqlens_kv must have as many entries as cu_seqlens_q (5), got 4;"
         " pass B+1 offsets in both; a sequence without keys has length 0",
         of=cross,
-        cu_seqlens_kv=cross.cu_seqlens_kv[:-1],
+        cu_seqlens_kv=keys.cu_seqlens[:-1],
         cu_seqlens_kv_padded=None,
     )
     yield no(
@@ -347,7 +353,7 @@ def _refusals(op: str, device: torch.device, args: Callable[[Call], tuple[Any, .
         "cu_seqlens_kv must have the dtype of cu_seqlens_q (int32), got int64; cast one of them",
         TypeError,
         of=cross,
-        cu_seqlens_kv=cross.cu_seqlens_kv.long(),
+        cu_seqlens_kv=keys.cu_seqlens.long(),
         cu_seqlens_kv_padded=None,
     )
     beside = "pass how many keys beside the diagonal are visible"
@@ -397,10 +403,8 @@ def _bytes(*tensors: Tensor | None) -> int:
 
 def _pairs(call: Call | GradCall) -> float:
     """Visible (query, key) pairs of one head; plain causal counts as half of all pairs, as people quote it."""
-    queries = reference._lengths(call.cu_seqlens_q, call.cu_seqlens_q_padded)[:-1]
-    keys = queries
-    if call.cu_seqlens_kv is not None:
-        keys = reference._lengths(call.cu_seqlens_kv, call.cu_seqlens_kv_padded)[:-1]
+    queries = reference.valid_lengths(call.cu_seqlens_q, call.cu_seqlens_q_padded)
+    keys = reference.valid_lengths(*key_metadata(call))
     total = 0.0
     for n_q, n_k in zip(queries.tolist(), keys.tolist(), strict=True):
         if call.window_left < 0 and (call.causal or call.window_right < 0):
@@ -456,7 +460,7 @@ def attention_benches(device: torch.device) -> Iterator[Bench]:
     """On CUDA only: the peer is `torch.nn.attention.varlen`."""
     from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-    grouped = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
     def people(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
         call = Call(*args)

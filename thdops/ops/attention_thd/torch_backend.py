@@ -19,13 +19,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils import deterministic
 
-from meta_kernels.attention_thd import Call, GradCall
+from meta_kernels.attention_thd import Call, GradCall, key_metadata
+
+_deterministic: Any = torch.utils.deterministic  # its one attribute is a property of the module, which type checkers do not see
 
 
 class _Side(NamedTuple):
@@ -34,16 +35,16 @@ class _Side(NamedTuple):
     cu_seqlens: Tensor
     padded: Tensor | None
     flash_cu: Tensor  # int32 [B+1]
-    index: Tensor | None  # rows to gather, None where there are no gaps
-    inverse: Tensor | None
+    gather: Tensor | None  # valid rows first; None where there are no gaps
+    scatter: Tensor | None  # its inverse
 
     def packed(self, x: Tensor, dim: int = 0) -> Tensor:
         """`x` as FA2 wants it."""
-        return x if self.index is None else x.index_select(dim, self.index)
+        return x if self.gather is None else x.index_select(dim, self.gather)
 
     def unpacked(self, x: Tensor, dim: int = 0) -> Tensor:
         """A result of FA2 in our rows; padding rows hold anything."""
-        return x.contiguous() if self.inverse is None else x.index_select(dim, self.inverse)
+        return x.contiguous() if self.scatter is None else x.index_select(dim, self.scatter)
 
 
 class _Plan(NamedTuple):
@@ -63,7 +64,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     nothing = call.q.new_empty(0, dtype=torch.float32)
     if _is_empty(call):
         rows, heads, _ = call.q.shape
-        return *_zeros(call.q), nothing.new_full((heads, rows), -math.inf), nothing
+        return _zeros(call.q), nothing.new_full((heads, rows), -math.inf), nothing
     plan = _plan(call)
     out, lse = _forward(plan, *_packed(plan, call))
     out, lse = plan.queries.unpacked(out), plan.queries.unpacked(lse, 1)
@@ -75,7 +76,7 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, empty). Padding rows: 0."""
     no_sink = call.q.new_empty(0, dtype=torch.float32)
     if _is_empty(call):
-        return *_zeros(call.q, call.k, call.v), no_sink
+        return _zeros(call.q), _zeros(call.k), _zeros(call.v), no_sink
     plan = _plan(call)
     queries, keys = plan.queries, plan.keys
     q, k, v = _packed(plan, call)
@@ -83,7 +84,7 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     saved = (_loadable(queries.packed(call.out)), queries.packed(call.lse.masked_fill(unseen, math.inf), 1).contiguous())
     with _repeatable(call.deterministic):
         if call.grad_out is None:
-            dq, dk, dv = _zeros(q, k, v)
+            dq, dk, dv = _zeros(q), _zeros(k), _zeros(v)
         else:
             dq, dk, dv = _backward(plan, _loadable(queries.packed(call.grad_out)), q, k, v, *saved)
         if call.grad_lse is not None:
@@ -154,15 +155,15 @@ def _repeatable(wanted: bool) -> Iterator[None]:
     if not wanted or (was_on and not warn_only):
         yield
         return
-    fill = deterministic.fill_uninitialized_memory
+    fill = _deterministic.fill_uninitialized_memory
     if not was_on:
-        deterministic.fill_uninitialized_memory = False
+        _deterministic.fill_uninitialized_memory = False
     torch.use_deterministic_algorithms(True)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(was_on, warn_only=warn_only)
-        deterministic.fill_uninitialized_memory = fill
+        _deterministic.fill_uninitialized_memory = fill
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------------------
@@ -173,14 +174,14 @@ def _is_empty(call: Call | GradCall) -> bool:
     return call.q.shape[0] == 0 or call.k.shape[0] == 0 or call.cu_seqlens_q.shape[0] == 1
 
 
-def _zeros(*like: Tensor) -> tuple[Tensor, ...]:
-    return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in like)
+def _zeros(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, memory_format=torch.contiguous_format)
 
 
 def _plan(call: Call | GradCall) -> _Plan:
     shared = call.cu_seqlens_kv is None
     queries = _side(call.cu_seqlens_q, call.cu_seqlens_q_padded, call.q.shape[0])
-    keys = queries if shared else _side(call.cu_seqlens_kv, call.cu_seqlens_kv_padded, call.k.shape[0])
+    keys = queries if shared else _side(*key_metadata(call), call.k.shape[0])
     longest_q = _longest(call.max_seqlen_q, call.q.shape[0])
     longest_kv = _longest(call.max_seqlen_kv or (call.max_seqlen_q if shared else 0), call.k.shape[0])
     left, right = call.window_left, 0 if call.causal else call.window_right
@@ -203,8 +204,8 @@ def _side(cu_seqlens: Tensor, padded: Tensor | None, rows: int) -> _Side:
         return _Side(cu_seqlens, None, ends.int(), None, None)
     lengths = torch.minimum(cu_seqlens.diff(), padded.diff()).clamp(min=0)
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).clamp(max=rows)
-    index, inverse = torch.ops.thdops.compact_rows(cu_seqlens, padded, rows)
-    return _Side(cu_seqlens, padded, ends.int(), index, inverse)
+    gather, scatter = torch.ops.thdops.compact_rows(cu_seqlens, padded, rows)
+    return _Side(cu_seqlens, padded, ends.int(), gather, scatter)
 
 
 def _packed(plan: _Plan, call: Call | GradCall) -> tuple[Tensor, Tensor, Tensor]:
