@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from thdops._version import __version__
 from thdops.ops.attention_thd.op import attention, attention_backends
+from thdops.ops.aux_loss.op import moe_aux_loss
 from thdops.ops.padding.op import (
     compact_rows,
     cu_seqlens_from_lengths,
@@ -30,6 +31,7 @@ __all__ = [
     "compact_rows",
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_positions",
+    "moe_aux_loss",
     "padding_mask",
     "positions",
     "sequence_ids",
