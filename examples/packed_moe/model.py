@@ -1,0 +1,201 @@
+"""A byte-level mixture-of-experts transformer over packed rows.
+
+T rows, D model width, H query heads, G key/value heads, E experts, K experts a token, F expert width, V = 256 bytes.
+
+The residual stream is zero on padding rows: it starts from `zero_fill`, attention returns zeros there, padding is routed to no
+expert, and no layer has a bias. Nothing here reads a device value on the host, so the whole step compiles without a graph break
+and can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import thdops
+from packed_moe.config import Config
+
+VOCABULARY = 256
+IGNORED_LABEL = -100
+
+Tap = Callable[[str, Tensor], Tensor]
+"""Sees a named intermediate tensor and returns what to go on with; the checks look through it."""
+
+
+class Batch(NamedTuple):
+    """The tensors of a packed batch that the model reads: tokens and labels [T], metadata [B+1], number of valid tokens (0-d)."""
+
+    tokens: Tensor
+    labels: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
+    num_tokens: Tensor
+
+
+class Losses(NamedTuple):
+    """0-d fp32 each. `total` = cross_entropy + aux + z. `padding` is the largest |activation| on a padding row: 0, always."""
+
+    total: Tensor
+    cross_entropy: Tensor
+    aux: Tensor
+    z: Tensor
+    padding: Tensor
+
+
+class Rows(NamedTuple):
+    """What every layer needs of the batch: metadata, padding (bool [T]), valid count (0-d), rotary cos and sin [T, 1, D/2]."""
+
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
+    padding: Tensor
+    num_tokens: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+def _untouched(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _weight(*shape: int, fan_in: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(shape) / math.sqrt(fan_in))
+
+
+def _rotate(x: Tensor, rows: Rows) -> Tensor:
+    """Rotary embedding of `[T, H, head_dim]`, in fp32, returned in x's dtype."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * rows.cos - second * rows.sin, second * rows.cos + first * rows.sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention inside each document; q, k and v are slices of one projection."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.qkv = nn.Linear(config.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
+        self.out = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, rows: Rows, tap: Tap) -> Tensor:
+        qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
+        q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        out = thdops.attention(
+            tap("q", _rotate(q, rows)),
+            tap("k", _rotate(k, rows)),
+            tap("v", v),
+            rows.cu_seqlens,
+            cu_seqlens_q_padded=rows.cu_seqlens_padded,
+            causal=True,
+        )
+        return self.out(tap("attention", out).flatten(1))
+
+
+class MixtureOfExperts(nn.Module):
+    """A softmax router and its experts. There are few of them, so each is computed for every row, and unchosen ones weigh 0."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.experts, self.topk = config.experts, config.topk
+        self.aux_coeff, self.z_coeff = config.aux_coeff, config.z_coeff
+        self.router = _weight(config.dim, config.experts, fan_in=config.dim)
+        self.up = _weight(config.dim, config.experts * config.ffn, fan_in=config.dim)
+        self.down = _weight(config.experts * config.ffn, config.dim, fan_in=config.topk * config.ffn)
+
+    def forward(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
+        """(out [T, D], aux loss, z-loss)."""
+        probs, chosen, aux, z = self.route(x, rows)
+        hidden = F.silu(x @ self.up).view(x.shape[0], self.experts, -1)
+        weighted = torch.where(chosen[..., None], hidden * probs[..., None].to(hidden.dtype), 0)
+        return weighted.flatten(1) @ self.down, aux, z
+
+    def route(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(probs [T, E] fp32, chosen [T, E] bool, aux loss, z-loss). Padding rows choose no expert and count in no loss."""
+        # The choice is discrete: in bf16 near ties would fall differently from one mode to the next.
+        with torch.autocast(x.device.type, enabled=False):
+            logits = x.float() @ self.router
+        valid = ~rows.padding[:, None]
+        order = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.topk]
+        experts = torch.arange(self.experts, device=x.device)
+        chosen = (order[:, :, None] == experts).any(1) & valid
+        scores = logits.softmax(-1)
+        kept = torch.where(chosen, scores, 0)
+        probs = kept / kept.sum(-1, keepdim=True).clamp(min=1e-20)
+        aux = thdops.moe_aux_loss(
+            scores,
+            chosen.sum(0),
+            rows.num_tokens,
+            num_experts=self.experts,
+            topk=self.topk,
+            coeff=self.aux_coeff,
+            padding_mask=rows.padding,
+        )
+        squared = torch.where(rows.padding, 0, logits.logsumexp(-1).square())
+        z = self.z_coeff * squared.sum() / rows.num_tokens.clamp(min=1)
+        return probs, chosen, aux, z
+
+
+class Block(nn.Module):
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.attention = Attention(config)
+        self.experts_norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.experts = MixtureOfExperts(config)
+
+    def forward(self, x: Tensor, rows: Rows, tap: Tap) -> tuple[Tensor, Tensor, Tensor]:
+        x = x + self.attention(self.attention_norm(x), rows, tap)
+        out, aux, z = self.experts(self.experts_norm(x), rows)
+        return tap("block", x + out), aux, z
+
+
+class PackedMoE(nn.Module):
+    """Bytes in, losses out."""
+
+    rotary: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, config.dim)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.dim, eps=1e-5)
+        self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
+        half = config.head_dim // 2
+        self.register_buffer("rotary", 10_000.0 ** (-torch.arange(half) / half), persistent=False)
+        self.autocast = config.autocast
+
+    def forward(self, batch: Batch, probe: Tensor, tap: Tap = _untouched) -> Losses:
+        """The losses of a batch.
+
+        `probe` is a leaf of zeros `[T, D]` that is added to the residual stream at its start: its gradient is the stream's, so
+        that the step can look at the gradient on padding rows without a hook.
+        """
+        with torch.autocast(probe.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False):
+            return self._losses(batch, probe, tap)
+
+    def _rows(self, batch: Batch) -> Rows:
+        metadata = (batch.cu_seqlens, batch.cu_seqlens_padded, batch.tokens.shape[0])
+        angles = thdops.positions(*metadata)[:, None, None].float() * self.rotary
+        return Rows(*metadata[:2], thdops.padding_mask(*metadata), batch.num_tokens, angles.cos(), angles.sin())
+
+    def _losses(self, batch: Batch, probe: Tensor, tap: Tap) -> Losses:
+        rows = self._rows(batch)
+        x = thdops.zero_fill(self.embedding(batch.tokens), batch.cu_seqlens, batch.cu_seqlens_padded) + probe
+        aux = z = x.new_zeros(())
+        for block in self.blocks:
+            x, block_aux, block_z = block(x, rows, tap)
+            aux, z = aux + block_aux, z + block_z
+        logits = self.head(self.norm(x)).float()
+        summed = F.cross_entropy(logits, batch.labels, ignore_index=IGNORED_LABEL, reduction="sum")
+        cross_entropy = summed / (batch.labels != IGNORED_LABEL).sum().clamp(min=1)
+        padding = largest_on_padding(x.detach(), rows.padding)
+        return Losses(cross_entropy + aux + z, cross_entropy, aux, z, padding)
+
+
+def largest_on_padding(x: Tensor, padding: Tensor) -> Tensor:
+    """0-d fp32: the largest magnitude on a padding row of `[T, D]`; NaN where one holds NaN."""
+    return torch.where(padding, x.abs().amax(-1), 0).amax().float()

@@ -1,0 +1,101 @@
+"""The modes: how one step is executed. The step itself is the same function in all of them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from packed_moe.checks import Check
+from packed_moe.training import Trainer
+
+MODES = ("eager", "compile", "cudagraph")
+_WARM_UP_STEPS = 3
+
+
+def missing_for(mode: str, device: str) -> str:
+    """Why this machine cannot run a mode, or ""."""
+    if mode == "cudagraph" and device != "cuda":
+        return "no GPU" if not torch.cuda.is_available() else f"--device is {device}"
+    return ""
+
+
+@dataclass
+class Runner:
+    """A mode at work: `run` executes one step on what the trainer has loaded, `checks` says afterwards whether the mode held."""
+
+    label: str
+    run: Callable[[], None]
+    checks: Callable[[int], list[Check]]
+    """From the number of steps that were run."""
+
+
+def make_runner(mode: str, trainer: Trainer) -> Runner:
+    """The runner of a mode, nothing executed yet."""
+    return {"eager": _eager, "compile": _compiled, "cudagraph": _graphed}[mode](trainer)
+
+
+def _eager(trainer: Trainer) -> Runner:
+    return Runner("eager", trainer.step, lambda steps: [])
+
+
+def _compiled(trainer: Trainer) -> Runner:
+    """Forward and backward compiled without a graph break. The capacity is fixed, so one compilation serves all lengths."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    counters.clear()
+    backend = "inductor" if trainer.config.device == "cuda" or _cpp_compiler() else "aot_eager"
+    trainer.forward = torch.compile(trainer.model, fullgraph=True, dynamic=False, backend=backend)
+
+    def checks(steps: int) -> list[Check]:
+        compiled, breaks = counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+        detail = f"{compiled} compilation{'s' * (compiled != 1)}, {breaks} graph breaks, {steps} steps"
+        return [Check("compile", "compiled once, never again", compiled == 1 and not breaks, detail)]
+
+    label = "compile" if backend == "inductor" else "compile (aot_eager: no C++ compiler found)"
+    return Runner(label, trainer.step, checks)
+
+
+def _cpp_compiler() -> bool:
+    """Whether Inductor finds a C++ compiler for its CPU kernels."""
+    return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++", "c++", "cl") if name)
+
+
+def _graphed(trainer: Trainer) -> Runner:
+    """The whole step (gradients zeroed, forward, backward, clip, update) captured once, replayed for every step."""
+    graph = torch.cuda.CUDAGraph()
+    captures = replays = 0
+    addresses = tuple(tensor.data_ptr() for tensor in trainer.batch)
+
+    def run() -> None:
+        nonlocal captures, replays
+        if not captures:
+            _capture(graph, trainer)
+            captures += 1
+        graph.replay()
+        replays += 1
+
+    def checks(steps: int) -> list[Check]:
+        moved = addresses != tuple(tensor.data_ptr() for tensor in trainer.batch)
+        detail = f"{captures} capture, {replays} replays, {steps} steps" + ", buffers moved" * moved
+        return [Check("cudagraph", "one graph served every step", captures == 1 and replays == steps and not moved, detail)]
+
+    return Runner("cudagraph", run, checks)
+
+
+def _capture(graph: torch.cuda.CUDAGraph, trainer: Trainer) -> None:
+    """Warm up on a side stream (lazy initialisation is illegal while capturing), undo what the warm-up changed, capture."""
+    before = trainer.snapshot()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_WARM_UP_STEPS):
+            trainer.step()
+    torch.cuda.current_stream().wait_stream(stream)
+    trainer.restore(before)
+    with torch.cuda.graph(graph):
+        trainer.step()
