@@ -76,6 +76,8 @@ def check_cu_seqlens(
             check_dtype(op, name, tensor, INDEX_DTYPES, "cast it, for example with .to(torch.int32)")
         if tensor.dim() != 1 or tensor.shape[0] == 0:
             raise refusal(op, name, "be 1-D [B+1] with at least one entry", f"shape {shape_of(tensor)}", "pass B+1 offsets")
+        if tensor.stride(0) != 1 and tensor.shape[0] > 1:
+            raise refusal(op, name, "be contiguous", f"stride {tensor.stride(0)}", "call .contiguous()")
         if device is not None and tensor.device != device:
             check_device(op, name, tensor, device, owner)
     if cu_seqlens_padded is None:
@@ -83,11 +85,20 @@ def check_cu_seqlens(
     padded = f"{argument}_padded"
     if cu_seqlens_padded.shape[0] != cu_seqlens.shape[0]:
         raise refusal(
-            op, padded, f"have as many entries as {argument} ({cu_seqlens.shape[0]})", cu_seqlens_padded.shape[0], "pass B+1 offsets in both"
+            op,
+            padded,
+            f"have as many entries as {argument} ({cu_seqlens.shape[0]})",
+            cu_seqlens_padded.shape[0],
+            "pass B+1 offsets in both",
         )
     if cu_seqlens_padded.dtype != cu_seqlens.dtype:
         raise refusal(
-            op, padded, f"have the dtype of {argument} ({dtype_of(cu_seqlens)})", dtype_of(cu_seqlens_padded), "cast one of them", TypeError
+            op,
+            padded,
+            f"have the dtype of {argument} ({dtype_of(cu_seqlens)})",
+            dtype_of(cu_seqlens_padded),
+            "cast one of them",
+            TypeError,
         )
     if cu_seqlens_padded.device != cu_seqlens.device:
         check_device(op, padded, cu_seqlens_padded, cu_seqlens.device, argument)

@@ -21,6 +21,12 @@ from meta_kernels.contract import (
 _NO_ZERO = tuple(getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name))
 
 
+def check_row_numbers(op: str, argument: str, rows: int, cu_seqlens: Tensor) -> None:
+    """int32 metadata cannot number the padding rows of a larger tensor."""
+    if rows > 2**31 - 1 and cu_seqlens.dtype == torch.int32:
+        raise refusal(op, argument, "have fewer than 2**31 rows where cu_seqlens is int32", rows, "pass int64 cu_seqlens")
+
+
 def _check_rows(op: str, argument: str, x: Tensor) -> None:
     if x.dim() == 0:
         raise refusal(op, argument, "have at least one dimension [T, ...]", "a 0-d tensor", "rows are dimension 0")
@@ -31,6 +37,7 @@ def _check_rows(op: str, argument: str, x: Tensor) -> None:
 def check_zero_fill(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> None:
     _check_rows("zero_fill", "x", x)
     check_cu_seqlens("zero_fill", cu_seqlens, cu_seqlens_padded, x.device, "x")
+    check_row_numbers("zero_fill", "x", x.shape[0], cu_seqlens)
 
 
 def fake_zero_fill(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> Tensor:
@@ -64,6 +71,8 @@ def check_zero_fill_(tensors: list[Tensor], cu_seqlens: list[Tensor], cu_seqlens
             raise refusal(op, f"tensors[{i}]", "have a place in memory for each element", got, "clone the expanded tensor")
     for i, cu in enumerate(cu_seqlens):
         check_cu_seqlens(op, cu, cu_seqlens_padded[i] if cu_seqlens_padded else None, device, "tensors[0]")
+    for i, x in enumerate(tensors):
+        check_row_numbers(op, f"tensors[{i}]", x.shape[0], cu_seqlens[0 if len(cu_seqlens) == 1 else i])
 
 
 def fake_zero_fill_(tensors: list[Tensor], cu_seqlens: list[Tensor], cu_seqlens_padded: list[Tensor]) -> None:

@@ -33,7 +33,7 @@ _LAUNCHER = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
 @dataclass(frozen=True)
 class PadRows:
-    """The padding rows of one tensor: `mask` (bool, [T], True = padding) runs along `dim`; `value` is what an output holds there."""
+    """The padding rows of one tensor: `mask` (bool, [T], True = padding) runs along `dim`; an output holds `value` there."""
 
     mask: Tensor
     dim: int = 0
@@ -131,6 +131,8 @@ class OpSpec:
     mutates: tuple[str, ...] = ()
     no_gradient: tuple[str, ...] = ()
     """Floating-point arguments and (named in the schema) results that have no gradient by contract, such as a token count."""
+    launcher_checks: bool = False
+    """The CUDA launcher calls `check` itself, once per kind of arguments, where checking at every call would cost too much."""
     deterministic: bool = True
     graph_safe: bool = True
     pads_zeroed: bool = False
@@ -191,7 +193,7 @@ def register(spec: OpSpec, registry: Registry) -> torch._ops.OpOverload:
     return registry.op(spec.name)
 
 
-# --- agreement of the pieces -----------------------------------------------------------------------------------------------------
+# --- agreement of the pieces ----------------------------------------------------------------------
 
 
 def _checked_schema(qualified: str, spec: OpSpec, registry: Registry) -> torch._C.FunctionSchema:
@@ -247,11 +249,12 @@ def _signature_difference(schema: torch._C.FunctionSchema, function: Callable[..
         has_default = default is not inspect.Parameter.empty
         if has_default != argument.has_default_value() or (has_default and default != argument.default_value):
             stated = repr(argument.default_value) if argument.has_default_value() else "no default"
-            return f"argument {argument.name!r} has {stated} in the schema and {repr(default) if has_default else 'no default'} here"
+            here = repr(default) if has_default else "no default"
+            return f"argument {argument.name!r} has {stated} in the schema and {here} here"
     return ""
 
 
-# --- kernels -----------------------------------------------------------------------------------------------------------------------
+# --- kernels --------------------------------------------------------------------------------------
 
 
 def _cpu_kernel(spec: OpSpec, schema: torch._C.FunctionSchema) -> Callable[..., Any]:
@@ -270,7 +273,7 @@ def _cpu_kernel(spec: OpSpec, schema: torch._C.FunctionSchema) -> Callable[..., 
 
 def _cuda_kernel(spec: OpSpec, schema: torch._C.FunctionSchema) -> Callable[..., Any]:
     guard, bump = _mutation_hooks(spec, schema)
-    check = spec.check
+    check = _unchecked if spec.launcher_checks else spec.check
     launcher: Callable[..., Any] | None = None
 
     def kernel(*args: Any) -> Any:
@@ -334,7 +337,7 @@ def _no_formula(op: torch._ops.OpOverload) -> Callable[..., Any]:
     return backward
 
 
-# --- refusals and versions -----------------------------------------------------------------------------------------------------------
+# --- refusals and versions ------------------------------------------------------------------------
 
 
 def _first_tensor(args: tuple[Any, ...]) -> Tensor:
@@ -358,7 +361,7 @@ def _refuse_tangents(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     for tensor in _tensors(args):
         if forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
-                f"{op.name()}: forward-mode AD is not supported, got a tensor with a tangent; use reverse mode (backward, grad, vjp)"
+                f"{op.name()}: forward-mode AD is not supported, got a tensor with a tangent; use reverse mode (backward, vjp)"
             )
 
 
@@ -398,4 +401,8 @@ def _mutation_hooks(
 
 
 def _nothing(args: tuple[Any, ...]) -> None:
+    return None
+
+
+def _unchecked(*args: Any) -> None:
     return None

@@ -1,7 +1,7 @@
 """Launching Triton kernels cheaply, and the two other things that can be done with a launch.
 
-`kernel[grid](...)` costs 15 to 22 us of Python a call. Here a compiled kernel is found under a key of our own and launched
-directly. For the key to be right, integers must never specialise a kernel: `launch` refuses a kernel that lets them.
+`kernel[grid](...)` costs 15 to 22 us of Python a call. Here a compiled kernel is found under a key of our own and handed its
+arguments directly. For the key to be right, integers must never specialise a kernel: a kernel that lets them is refused.
 
 Besides launching, a launch can be interpreted on CPU tensors (TRITON_INTERPRET=1, Triton's own interpreter) or, while
 `intercept` is set, be handed to someone else: that is how every kernel is compiled ahead of time without a GPU.
@@ -19,17 +19,31 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
+from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
 
-_INT32 = range(-(2**31), 2**31)
+Grid = tuple[int, int, int]
+
 _compiled: dict[Any, Any] = {}
 _interceptor: Callable[..., None] | None = None
 
 
-def launch(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constexprs: tuple[Any, ...], num_warps: int = 4) -> None:
+def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], constexprs: tuple[Any, ...], num_warps: int = 4) -> None:
     """Launch `kernel` over `grid` on the current device and stream.
 
-    `args` are the leading parameters: tensors, ints, floats, None, or tuples of ints; `constexprs` the trailing ones.
+    `args` are the leading parameters: tensors, ints, floats, None, or tuples of these; `constexprs` the trailing ones.
+    """
+    key = [id(kernel), num_warps, constexprs]
+    for arg in args:
+        _append_kind(key, arg)
+    launch_as(tuple(key), kernel, grid, args, constexprs, num_warps)
+
+
+def launch_as(key: Any, kernel: Any, grid: Grid, args: tuple[Any, ...], constexprs: tuple[Any, ...], num_warps: int = 4) -> None:
+    """`launch` for a caller that knows a key which determines all that specialises the kernel.
+
+    That is: the kernel, `constexprs`, `num_warps`, the dtype and 16-byte alignment of each tensor, which integers need 64 bits
+    and, for integers inside a tuple, which are 1 or multiples of 16.
     """
     if 0 in grid:
         return
@@ -40,32 +54,39 @@ def launch(kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], const
         kernel[grid](*args, *constexprs, num_warps=num_warps)
         return
     device = torch._C._cuda_getDevice()
-    key = (kernel, device, num_warps, constexprs, *map(_kind, args))
-    compiled = _compiled.get(key)
+    compiled = _compiled.get((key, device))
     if compiled is None:
         _refuse_specialised_integers(kernel, args)
-        _compiled[key] = kernel[grid](*args, *constexprs, num_warps=num_warps)
+        _compiled[key, device] = kernel[grid](*args, *constexprs, num_warps=num_warps)
         return
-    compiled[grid](*args, *constexprs, stream=torch._C._cuda_getCurrentRawStream(device))
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    if knobs.runtime.launch_enter_hook is None:
+        compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constexprs)
+    else:  # a profiler wants to see launches
+        compiled[grid](*args, *constexprs, stream=stream)
 
 
-def _kind(arg: Any) -> Any:
+def _append_kind(key: list[Any], arg: Any) -> None:
     """What of an argument a compiled kernel depends on."""
-    if isinstance(arg, Tensor):
-        return (arg.dtype, arg.data_ptr() % 16 == 0)
     if isinstance(arg, int):
-        return arg in _INT32
-    if isinstance(arg, tuple):
-        return tuple(map(_kind, arg))
-    return type(arg)
+        key.append(-(2**31) <= arg < 2**31)
+    elif isinstance(arg, Tensor):
+        key += (arg.dtype, arg.data_ptr() % 16 == 0)
+    elif isinstance(arg, tuple):
+        for part in arg:
+            _append_kind(key, part)
+            if isinstance(part, int):  # inside a tuple, do_not_specialize is not heeded (Triton 3.6)
+                key += (part == 1, part % 16 == 0)
+    else:
+        key.append(type(arg))
 
 
 def _refuse_specialised_integers(kernel: Any, args: tuple[Any, ...]) -> None:
     for parameter, arg in zip(kernel.params, args, strict=False):
         if isinstance(arg, (int, tuple)) and not parameter.do_not_specialize:
             raise TypeError(
-                f"launch: parameter {parameter.name!r} of kernel {kernel.__name__} must be in do_not_specialize, got an integer that"
-                " would compile one kernel per kind of value; list it in @triton.jit(do_not_specialize=[...])"
+                f"launch: parameter {parameter.name!r} of kernel {kernel.__name__} must be in do_not_specialize, got an integer"
+                " that would compile one kernel per kind of value; list it in @triton.jit(do_not_specialize=[...])"
             )
 
 
@@ -81,9 +102,9 @@ def intercept(interceptor: Callable[..., None]) -> Iterator[None]:
 
 
 @lru_cache
-def multiprocessors(device: torch.device) -> int:
+def multiprocessors(device_index: int) -> int:
     """How many multiprocessors a grid has to fill; an H200's where there is no GPU (interpreter, ahead-of-time compiles)."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+    return torch.cuda.get_device_properties(device_index).multi_processor_count if device_index >= 0 else 132
 
 
 def next_power_of_2(n: int) -> int:

@@ -66,8 +66,6 @@ def others(base: Layout) -> list[Layout]:
     }
     device, dtype = base.cu_seqlens.device, base.cu_seqlens.dtype
     return [
-        Layout(
-            prefix_sums(valid, device, dtype), None if base.padded is None else prefix_sums(padded, device, dtype), base.total
-        )
+        Layout(prefix_sums(valid, device, dtype), None if base.padded is None else prefix_sums(padded, device, dtype), base.total)
         for valid, padded in valid_and_padded.values()
     ]

@@ -20,7 +20,7 @@ from thdops.registry import OpSpec, register
 _KERNELS = "thdops.ops.padding.kernels"
 
 
-# --- public functions ----------------------------------------------------------------------------------------------------------------
+# --- public functions -----------------------------------------------------------------------------
 
 
 def zero_fill(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> Tensor:
@@ -76,7 +76,8 @@ class _ZeroFillGrad(torch.autograd.Function):
         ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (grad,) = grads
         return torch.ops.thdops.zero_fill(grad, *ctx.saved_tensors), None, None
 
 
@@ -149,9 +150,7 @@ def cu_seqlens_from_lengths(lengths: Tensor, max_seqs: int) -> Tensor:
     return torch.ops.thdops.cu_seqlens_from_lengths(lengths, max_seqs)
 
 
-def slice_cu_seqlens(
-    cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, start: int, length: int
-) -> tuple[Tensor, Tensor]:
+def slice_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, start: int, length: int) -> tuple[Tensor, Tensor]:
     """(cu_seqlens, cu_seqlens_padded) of rows `[start, start + length)`, in the slice's own row numbers, same shape and dtype.
 
     For sequence parallelism, which cuts documents: a sequence's valid rows stay a prefix of its piece, a sequence without a row
@@ -160,7 +159,7 @@ def slice_cu_seqlens(
     return torch.ops.thdops.slice_cu_seqlens(cu_seqlens, cu_seqlens_padded, start, length)
 
 
-# --- autograd ------------------------------------------------------------------------------------------------------------------------
+# --- autograd -------------------------------------------------------------------------------------
 
 
 def _save_metadata(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -172,7 +171,7 @@ def _zero_fill_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
     return torch.ops.thdops.zero_fill(grad, *ctx.saved_tensors), None, None
 
 
-# --- specs ---------------------------------------------------------------------------------------------------------------------------
+# --- specs ----------------------------------------------------------------------------------------
 
 _ROW_MAP = "(Tensor cu_seqlens, Tensor? cu_seqlens_padded, SymInt total_tokens"
 
@@ -199,6 +198,8 @@ _spec(
     setup_context=_save_metadata,
     backward=_zero_fill_backward,
     pads_zeroed=True,
+    cuda=f"{_KERNELS}_zero_fill:zero_fill",
+    launcher_checks=True,
 )
 _spec(
     "zero_fill_",
@@ -206,6 +207,8 @@ _spec(
     "padding rows of several tensors zeroed in place, one launch",
     mutates=("tensors",),
     pads_zeroed=True,
+    cuda=f"{_KERNELS}_zero_fill:zero_fill_",
+    launcher_checks=True,
 )
 _spec("padding_mask", f"{_ROW_MAP}) -> Tensor", "True on padding rows", pads_zeroed=True)
 _spec("sequence_ids", f"{_ROW_MAP}) -> Tensor", "the sequence of each row, -1 on padding", pads_zeroed=True)
