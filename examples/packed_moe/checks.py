@@ -13,7 +13,7 @@ from packed_moe.training import METRICS, Trainer, poisoned_memory
 if TYPE_CHECKING:
     from packed_moe.loop import Result
 
-COMPILE_TOLERANCE = {False: 1e-3, True: 3e-2}
+COMPILE_TOLERANCE = {False: 1e-3, True: 5e-2}
 """How far a compiled run's losses may be from eager's, relative, by whether bf16 autocast is on. Fused arithmetic rounds elsewhere
 (with autocast it skips roundings to bf16 altogether), and training carries each difference on."""
 

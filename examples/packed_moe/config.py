@@ -63,7 +63,7 @@ CPU_SIZES = {
 }
 
 GPU_SIZES = {
-    "steps": 200,
+    "steps": 100,
     "max_tokens": 8192,
     "max_seqs": 96,
     "pad_multiple": 8,
