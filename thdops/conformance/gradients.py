@@ -79,11 +79,11 @@ def true_gradients(case: OpUnderTest, args: Arguments, upstream: dict[int, Tenso
 
 
 def _subsets(upstream: dict[int, Tensor]) -> Iterator[dict[int, Tensor]]:
-    """All outputs together, then each alone."""
-    yield upstream
+    """Each output alone, so that one that is dropped is named, then all together."""
     if len(upstream) > 1:
         for i, g in upstream.items():
             yield {i: g}
+    yield upstream
 
 
 def check_gradients(case: OpUnderTest) -> None:
@@ -117,7 +117,7 @@ def check_gradient_strides(case: OpUnderTest) -> None:
                 for name, values, strided in _grad_variants(g):
                     plain = gradients(case, case.op, sample.args, {**upstream, i: values})
                     for slot, actual in gradients(case, case.op, sample.args, {**upstream, i: strided}).items():
-                        what = f"gradient of {slot} with a {name} gradient of {case.output_label(i)}"
+                        what = f"gradient of {slot}, the gradient of {case.output_label(i)} being {name}"
                         close(what, actual, plain[slot], 0.0, _SAME_VALUES_ROUNDINGS)
 
 

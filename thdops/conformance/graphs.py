@@ -28,7 +28,7 @@ def syncs_are_errors() -> Iterator[None]:
 
 
 def check_graph_replay(case: OpUnderTest) -> None:
-    """No host sync in an eager call or a capture; each replay, forward and backward, equals eager mode on the same contents."""
+    """No host sync, eager or captured; each replay, forward and backward, equals eager mode on the same contents."""
     for sample in case.samples():
         with naming(sample.name):
             contents = [{}, *sample.replays, {}]  # the first once more at the end: what shrank must grow again

@@ -75,7 +75,7 @@ def check_no_alias(case: OpUnderTest) -> None:
 
 
 def check_mutation(case: OpUnderTest) -> None:
-    """What is written gets a new version, nothing else does; a tensor that requires grad is refused, eager and fake alike."""
+    """What is written gets a new version, nothing else does; tensors that require grad are refused, fake ones too."""
     for sample in case.samples():
         with naming(sample.name):
             args = copied(sample.args)
