@@ -10,6 +10,7 @@ LSE = log(sum over visible keys of e^S, plus 1 (off_by_one) or e^sink (learnable
 
 Backward, with D = <dout, out> - dLSE of each row: dS = P * (<dout, v> - D), times 1 - tanh^2 under softcap; dq = scale * dS k;
 dk = scale * dS^T q and dv = P^T dout, summed over the G heads of a group; dsink = -sum over valid rows of e^(sink - LSE) * D.
+Here out is computed again: the forward's was rounded to q's dtype, and D cancels against <dout, v>.
 
 Scores are computed in fp32 (fp64 for fp64 inputs), a block of queries at a time against all keys that the block can see. What
 stands on padding rows is replaced by zero first. A NaN or Inf in a valid value row may show in other sequences: 0 * NaN is NaN.
@@ -105,14 +106,16 @@ def _attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     kv_heads = call.k.shape[1]
     q = _grouped(call.q, place.valid_q, kv_heads, dtype) * call.scale
     k, v = (_by_head(x, place.valid_kv, dtype) for x in (call.k, call.v))
-    out = _grouped(call.out, place.valid_q, kv_heads, dtype)
-    grad = torch.zeros_like(out) if call.grad_out is None else _grouped(call.grad_out, place.valid_q, kv_heads, dtype)
+    grad_out = call.q.new_zeros(()).expand(call.out.shape) if call.grad_out is None else call.grad_out
+    grad = _grouped(grad_out, place.valid_q, kv_heads, dtype)
     lse = torch.where(place.valid_q, call.lse, -torch.inf).unflatten(0, (kv_heads, -1))  # [Hkv, G, Tq]
     seen = lse > -torch.inf
     lse = torch.where(seen, lse, 0)
-    delta = (grad * out).sum(-1)
+    sink = _sink(call, dtype)
+    kept = torch.ones_like(lse) if sink is None else -torch.expm1(sink - lse)  # what P of a row sums to
+    delta = torch.zeros_like(lse)  # D of each row; <dout, out> is added block by block
     if call.grad_lse is not None:
-        delta = delta - torch.where(seen, call.grad_lse.to(dtype).unflatten(0, (kv_heads, -1)), 0)
+        delta -= torch.where(seen, call.grad_lse.to(dtype).unflatten(0, (kv_heads, -1)), 0)
 
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     dqs = []
@@ -122,6 +125,10 @@ def _attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         scores, tanh = _scores(q_rows, k_rows, call.softcap)
         p = scores.masked_fill_(block.hidden, -torch.inf).sub_(lse[:, :, block.rows, None]).exp_()
         dv[:, block.keys] += _over_rows(p, grad_rows)
+        # P sums to `kept` up to the rounding of LSE only; out is scaled to it, or D would not cancel against <dout, v>.
+        total = p.sum(-1)
+        out_scale = kept[:, :, block.rows] / torch.where(total > 0, total, 1)
+        delta[:, :, block.rows] += (grad_rows * _over_keys(p, v_rows)).sum(-1) * out_scale
         ds = _against(grad_rows, v_rows).sub_(delta[:, :, block.rows, None]).mul_(p)
         if tanh is not None:
             ds.mul_(1 - tanh * tanh)
@@ -133,7 +140,7 @@ def _attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         dq.to(call.q.dtype),
         dk.transpose(0, 1).contiguous().to(call.k.dtype),
         dv.transpose(0, 1).contiguous().to(call.v.dtype),
-        _sink_gradient(call, lse, seen, delta),
+        _sink_gradient(call, sink, lse, seen, delta),
     )
 
 
@@ -234,7 +241,7 @@ def _row_max(scores: Tensor) -> Tensor:
 # --- sinks ---------------------------------------------------------------------------------------------------------------------
 
 
-def _sink(call: Call, dtype: torch.dtype) -> Tensor | None:
+def _sink(call: Call | GradCall, dtype: torch.dtype) -> Tensor | None:
     """[Hkv, G, 1]: the logit that joins the sum without a value; None for the vanilla softmax."""
     if call.softmax == "vanilla":
         return None
@@ -243,9 +250,8 @@ def _sink(call: Call, dtype: torch.dtype) -> Tensor | None:
     return logit.view(kv_heads, heads // kv_heads, 1)
 
 
-def _sink_gradient(call: GradCall, lse: Tensor, seen: Tensor, delta: Tensor) -> Tensor:
-    if call.sink is None:
+def _sink_gradient(call: GradCall, sink: Tensor | None, lse: Tensor, seen: Tensor, delta: Tensor) -> Tensor:
+    if call.sink is None or sink is None:
         return torch.empty(0, dtype=torch.float32, device=call.q.device)
-    logit = call.sink.to(lse.dtype).view(*lse.shape[:2], 1)
-    share = torch.where(seen, (logit - lse).exp(), 0)
+    share = torch.where(seen, (sink - lse).exp(), 0)
     return -(share * delta).sum(-1).flatten().to(call.sink.dtype)

@@ -164,23 +164,25 @@ def attention_samples(device: torch.device) -> Iterator[Sample]:
 def attention_grad_samples(device: torch.device) -> Iterator[Sample]:
     for i, (name, base, keys, make, compiled) in enumerate(_calls(device)):
         call = make(base, keys)._replace(return_max_logit=False)
-        # Every third without one of the two gradients, as autograd leaves them out; the others strided.
-        has_out, has_lse = i % 3 != 1, i % 3 != 2
-        grad = _gradients(call, has_out, has_lse)
+        # Some without one of the two gradients, as autograd leaves them out; some strided.
+        which = (i % 6 != 5, i % 6 != 4, i % 3 == 0)
+        grad = _gradients(call, *which)
         replays = []
         for pair in _layout_replays(base, keys):
             metadata = _metadata(*pair)
-            other = _gradients(call._replace(**metadata), has_out, has_lse)
+            other = _gradients(call._replace(**metadata), *which)
             replays.append(_given({**metadata, "out": other.out, "lse": other.lse}))
         yield Sample(name, grad, tuple(replays), compiled)
 
 
-def _gradients(call: Call, has_out: bool, has_lse: bool) -> GradCall:
+def _gradients(call: Call, has_out: bool, has_lse: bool, strided: bool) -> GradCall:
     out, lse, _ = reference.attention(*call)
     generator = torch.Generator().manual_seed(1)
     rows, heads, dim = out.shape
     grad_out = _random(generator, (heads, rows, dim), out.dtype, out.device).transpose(0, 1)
     grad_lse = _random(generator, (rows, heads), lse.dtype, lse.device).t()
+    if not strided:
+        grad_out, grad_lse = grad_out.contiguous(), grad_lse.contiguous()
     return GradCall(grad_out if has_out else None, grad_lse if has_lse else None, *call[:3], out, lse, *call[3:19])
 
 
@@ -440,14 +442,15 @@ def attention_grad_cost(*args: Any) -> Cost:
 
 
 # name -> (sequences, rows of each, (Hq, Hkv), D)
-_BENCHES = {"8 x 4096": (8, 4096, (32, 8), 128), "128 x 256": (128, 256, (32, 8), 128)}
+_GPU_BENCHES = {"8 x 4096": (8, 4096, (32, 8), 128), "128 x 256": (128, 256, (32, 8), 128)}
+_CPU_BENCHES = {"4 x 96": (4, 96, (4, 2), 32)}
 
 
 def _bench_call(device: torch.device, sequences: int, rows: int, heads: tuple[int, int], dim: int) -> Call:
     base = Layout(prefix_sums([rows] * sequences, device), None, rows * sequences)
-    return _call(
-        base, dtype=_BF16, heads=heads, dims=(dim, dim), causal=True, deterministic=False, max_seqlen_q=rows, max_seqlen_kv=rows
-    )
+    dtype = _BF16 if device.type == "cuda" else _FP32
+    call = _call(base, dtype=dtype, heads=heads, dims=(dim, dim), causal=True, deterministic=False)
+    return call._replace(max_seqlen_q=rows, max_seqlen_kv=rows)
 
 
 def _bench_gradients(*shape: Any) -> GradCall:
@@ -457,51 +460,60 @@ def _bench_gradients(*shape: Any) -> GradCall:
 
 
 def attention_benches(device: torch.device) -> Iterator[Bench]:
-    """On CUDA only: the peer is `torch.nn.attention.varlen`."""
-    from torch.nn.attention.varlen import AuxRequest, varlen_attn
-
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-
-    def people(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-        call = Call(*args)
-        longest = call.max_seqlen_q
-        cu = call.cu_seqlens_q
-        out, lse = varlen_attn(
-            call.q,
-            call.k,
-            call.v,
-            cu,
-            cu,
-            longest,
-            longest,
-            return_aux=AuxRequest(lse=True),
-            scale=call.scale,
-            window_size=(-1, 0),
-            **grouped,
-        )
-        return out, lse, lse.new_empty(0)
-
-    yield from _benches(device, _bench_call, people)
+    """The peer on CUDA is `torch.nn.attention.varlen`, on CPU a masked `scaled_dot_product_attention`."""
+    yield from _benches(device, _bench_call, _varlen if device.type == "cuda" else _masked)
 
 
 def attention_grad_benches(device: torch.device) -> Iterator[Bench]:
-    """On CUDA only, as the forward's; the peer is the backward op behind it."""
-
-    def people(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        call = GradCall(*args)
-        cu, longest = call.cu_seqlens_q, call.max_seqlen_q
-        state = torch.zeros(2, dtype=torch.uint64, device=cu.device)
-        gradients = torch.ops.torch_attn._varlen_attn_backward(
-            call.grad_out, *call[2:7], cu, cu, longest, longest, True, state, call.scale, [-1, 0]
-        )
-        return *gradients, call.lse.new_empty(0)
-
-    yield from _benches(device, _bench_gradients, people)
+    """The peer is the backward of the forward's."""
+    yield from _benches(device, _bench_gradients, _varlen_backward if device.type == "cuda" else _masked_backward)
 
 
 def _benches(device: torch.device, make: Callable[..., Any], people: Callable[..., Any]) -> Iterator[Bench]:
-    if device.type != "cuda":
-        return
-    for name, (sequences, rows, heads, dim) in _BENCHES.items():
-        title = f"{name}, {heads[0]}/{heads[1]} heads, D {dim}, bf16, causal"
+    shapes = _GPU_BENCHES if device.type == "cuda" else _CPU_BENCHES
+    for name, (sequences, rows, heads, dim) in shapes.items():
+        title = f"{name}, {heads[0]}/{heads[1]} heads, D {dim}, {'bf16' if device.type == 'cuda' else 'fp32'}, causal"
         yield Bench(title, partial(make, device, sequences, rows, heads, dim), people)
+
+
+def _varlen(*args: Any) -> Any:
+    from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+    call = Call(*args)
+    cu, longest = call.cu_seqlens_q, call.max_seqlen_q
+    # Where it is an argument it must be given, where it is not groups just work.
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    lse = AuxRequest(lse=True)
+    return varlen_attn(*call[:3], cu, cu, longest, longest, return_aux=lse, scale=call.scale, window_size=(-1, 0), **grouped)
+
+
+def _varlen_backward(*args: Any) -> Any:
+    import torch.nn.attention.varlen  # defines the op
+
+    call = GradCall(*args)
+    cu, longest = call.cu_seqlens_q, call.max_seqlen_q
+    state = torch.zeros(2, dtype=torch.uint64, device=cu.device)
+    return torch.ops.torch_attn._varlen_attn_backward(
+        call.grad_out, *call[2:7], cu, cu, longest, longest, True, state, call.scale, [-1, 0]
+    )
+
+
+def _masked(*args: Any) -> Tensor:
+    call = Call(*args)
+    return _masked_attention(call, call.q, call.k, call.v)
+
+
+def _masked_backward(*args: Any) -> tuple[Tensor, ...]:
+    call = GradCall(*args)
+    leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+    return torch.autograd.grad(_masked_attention(call, *leaves), leaves, call.grad_out)
+
+
+def _masked_attention(call: Call | GradCall, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Causal self-attention over sequences back to back, with a mask [T, T]."""
+    rows = torch.arange(q.shape[0], device=q.device)
+    sequence = torch.searchsorted(call.cu_seqlens_q[1:], rows, right=True)
+    mask = (sequence[:, None] == sequence) & (rows[:, None] >= rows)
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask, scale=call.scale, enable_gqa=True)
+    return out[0].transpose(0, 1)
