@@ -363,7 +363,7 @@ def test_one_graph_for_all_row_counts() -> None:
 TILINGS = [
     (1, 1, 1, 132),
     (3, 5, 1, 132),
-    (300, 64, 1, 1),
+    (700, 64, 1, 1),
     (37, 132, 3, 1),
     (37, 130, 1, 1),
     (9, 1088, 1, 1),
@@ -455,7 +455,7 @@ def test_strided_probs_reach_the_kernel_without_a_copy(layout: str) -> None:
     with intercept(lambda kernel, grid, args, constants, num_warps: launches.append(args)):
         launcher(probs, random_tokens(8), None, None, None, 8, 2, 8, 0.01)
     assert len(launches) == 2
-    assert launches[0][1] is probs
+    assert launches[0][1].data_ptr() == probs.data_ptr()
 
 
 @interpreted
@@ -466,11 +466,7 @@ def test_rows_far_apart_are_addressed_in_64_bits() -> None:
     probs = buffer.as_strided((3, 8), (stride, 1))
     probs.copy_(random_probs(3, 8, torch.bfloat16))
     args = (probs, random_tokens(8), None, None, None, 8, 2, 3, 0.01)
-    loss, _ = (
-        REGISTRY.op("moe_aux_loss")(*args)
-        if CUDA
-        else load_launcher(REGISTRY["moe_aux_loss"], REGISTRY.schema("moe_aux_loss"))(*args)
-    )
+    loss, _ = kernel("moe_aux_loss")(*args)
     close(loss, true_loss(probs, args[1], 3, 8, 2, 0.01))
 
 
