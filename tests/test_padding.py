@@ -235,11 +235,12 @@ def test_zero_fill_in_place_refuses_a_tensor_that_requires_grad() -> None:
     assert x.sum().item() == 6
 
 
-def test_zero_fill_in_place_is_seen_by_autograd() -> None:
-    x, weight = torch.ones(5, 2), torch.ones(5, 2, requires_grad=True)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_zero_fill_in_place_is_seen_by_autograd(device: str) -> None:
+    x, weight = torch.ones(5, 2, device=device), torch.ones(5, 2, device=device, requires_grad=True)
     version = x._version
     loss = (x * weight).sum()  # saves x
-    thdops.zero_fill_(x.t().t(), cu(0, 3))
+    thdops.zero_fill_(x.t().t(), cu(0, 3).to(device))
     assert x._version > version
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()

@@ -177,6 +177,17 @@ def test_more_tensors_than_one_launch_takes() -> None:
         assert same(x, reference.zero_fill(torch.ones_like(x), cu_seqlens, padded))
 
 
+def test_two_metadata_are_one_per_tensor_or_one_with_its_padded_offsets() -> None:
+    """The same tensors in the same order mean two things; a launch plan of one must not serve the other."""
+    one, other = prefix([3, 5]), prefix([4, 8])
+    for cu, padded in (([one, other], []), ([one], [other]), ([one, other], [])):
+        tensors = [torch.ones(14, 4, device=DEVICE) for _ in range(2)]
+        expected = [x.clone() for x in tensors]
+        reference.zero_fill_(expected, cu, padded)
+        kernel("zero_fill_")(tensors, cu, padded)
+        assert all(map(same, tensors, expected))
+
+
 @pytest.mark.parametrize("width", [255, 256, 257, 3000])
 def test_rows_wider_than_a_block(width: int) -> None:
     cu_seqlens, padded = prefix([2, 1], torch.int64), prefix([3, 2], torch.int64)

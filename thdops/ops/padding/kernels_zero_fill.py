@@ -126,7 +126,7 @@ def _zero_padding_rows(
     first = tl.load(cu_seqlens)
     valid_total = (tl.load(cu_seqlens + sequences) - first).to(tl.int64)
     # One round of independent loads serves every lookup of this program.
-    gap = _gap_starts(cu_seqlens, padded, sequences, first, BLOCK_B) if BLOCK_B else None
+    gap = _gap_starts(cu_seqlens, padded, sequences, first, BLOCK_B) if BLOCK_B else first
     padding_total = tl.minimum(tl.maximum(total - valid_total, 0), total)
     start = share.to(tl.int64) * ROWS
     while start < padding_total:
@@ -248,7 +248,9 @@ def _kind(x: Tensor) -> tuple[Any, ...]:
 
 
 def zero_fill_(tensors: list[Tensor], cu_seqlens: list[Tensor], cu_seqlens_padded: list[Tensor]) -> None:
-    key = (*map(_kind, tensors), len(tensors), *map(_kind, cu_seqlens), *map(_kind, cu_seqlens_padded))
+    # The counts belong to the key: two metadata are one for each of two tensors, or one for both with its padded offsets.
+    counts = (len(tensors), len(cu_seqlens))
+    key = (counts, *map(_kind, tensors), *map(_kind, cu_seqlens), *map(_kind, cu_seqlens_padded))
 
     def make() -> list[_Step]:
         contract.check_zero_fill_(tensors, cu_seqlens, cu_seqlens_padded)

@@ -7,6 +7,7 @@ rows are the first C[b+1]-C[b] of them, every other row is padding (gaps, the ta
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 
 from meta_kernels import padding as contract
 from thdops.namespace import REGISTRY
-from thdops.ops.padding import reference, samples
+from thdops.ops.padding import reference, samples, samples_zero_fill
 from thdops.registry import OpSpec, register
 
 _KERNELS = "thdops.ops.padding.kernels"
@@ -176,17 +177,17 @@ def _zero_fill_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 _ROW_MAP = "(Tensor cu_seqlens, Tensor? cu_seqlens_padded, SymInt total_tokens"
 
 
-def _spec(name: str, schema: str, summary: str, **rest: Any) -> None:
+def _spec(name: str, schema: str, summary: str, cases: ModuleType = samples, **rest: Any) -> None:
     pieces = {
         "check": getattr(contract, f"check_{name}"),
         "fake": getattr(contract, f"fake_{name}"),
         "reference": getattr(reference, name),
         "cuda": f"{_KERNELS}:{name}",
-        "samples": getattr(samples, f"{name}_samples"),
-        "refusals": getattr(samples, f"{name}_refusals"),
-        "cost": getattr(samples, f"{name}_cost"),
-        "benches": getattr(samples, f"{name}_benches"),
-        "padding": getattr(samples, f"{name}_padding", None),
+        "samples": getattr(cases, f"{name}_samples"),
+        "refusals": getattr(cases, f"{name}_refusals"),
+        "cost": getattr(cases, f"{name}_cost"),
+        "benches": getattr(cases, f"{name}_benches"),
+        "padding": getattr(cases, f"{name}_padding", None),
     }
     register(OpSpec(name=name, schema=schema, summary=summary, **{**pieces, **rest}), REGISTRY)
 
@@ -195,6 +196,7 @@ _spec(
     "zero_fill",
     "(Tensor x, Tensor cu_seqlens, Tensor? cu_seqlens_padded=None) -> Tensor",
     "a copy with padding rows exactly zero",
+    samples_zero_fill,
     setup_context=_save_metadata,
     backward=_zero_fill_backward,
     pads_zeroed=True,
@@ -205,6 +207,7 @@ _spec(
     "zero_fill_",
     "(Tensor(a!)[] tensors, Tensor[] cu_seqlens, Tensor[] cu_seqlens_padded) -> ()",
     "padding rows of several tensors zeroed in place, one launch",
+    samples_zero_fill,
     mutates=("tensors",),
     pads_zeroed=True,
     cuda=f"{_KERNELS}_zero_fill:zero_fill_",
