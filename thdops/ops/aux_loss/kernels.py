@@ -90,7 +90,7 @@ def sum_rows(
 
     total = tl.zeros([BLOCK_T, BLOCK_E], tl.float32)
     for start in range(share * BLOCK_T * UNROLL, rows.to(tl.int64), shares * BLOCK_T * UNROLL):
-        for step in tl.static_range(UNROLL):  # pyright: ignore[reportGeneralTypeIssues]: the compiler unrolls it, it has no __next__
+        for step in tl.static_range(UNROLL):
             row = start + step * BLOCK_T + tl.arange(0, BLOCK_T)  # [BLOCK_T]
             wanted = row < rows
             if padding_mask is not None:
