@@ -205,7 +205,7 @@ def test_the_plot_draws_a_roofline(tmp_path: Path) -> None:
     [
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.00001]), ""),
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.1]), "error up to 0.1"),
-        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.002]), "error up to 0.002"),
+        (torch.tensor([1.0, 2.0]), torch.tensor([1.0, 2.001]), "error up to 0.001"),
         (torch.tensor([1.0, 2.0]).bfloat16(), torch.tensor([1.0, 2.01]), ""),
         (torch.tensor([1.0, float("nan")]), torch.tensor([1.0, 2.0]), "50.00% of elements"),
         (torch.tensor([1.0, 2.0]), torch.tensor([1.0, float("nan")]), "50.00% of elements"),
