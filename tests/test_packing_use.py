@@ -111,6 +111,7 @@ def test_collates_in_data_loader_workers(start: str) -> None:
         num_workers=2,
         collate_fn=functools.partial(PackedSequences.collate, spec=spec),
         multiprocessing_context=start,
+        timeout=120,
     )
     batch = PackedSequences.collate([], spec)
     seen = []

@@ -221,10 +221,11 @@ class PackedSequences:
     def load_(self, documents: Iterable[Document] | PackedSequences) -> PackedSequences:
         """Replace what the pack holds, in place: pointers stay, and graphs and compiled functions see the new documents.
 
-        On CUDA the copies go through pinned staging on the current stream, behind whatever that stream has been given; the host
-        waits for no kernel, at most for the copies of the load before the last. A consumer on another stream must wait for this
-        one. Loading before the backward of the last batch was issued corrupts it: autograd raises where it saved these tensors
-        in eager code, a captured graph cannot tell. `PackedSlots` keeps several batches apart and does tell.
+        On CUDA the copies go through pinned staging on the current stream, behind whatever that stream has been given. The host
+        waits at most for the copies of the load before the last, so it may run two batches ahead of the device. A consumer on
+        another stream must wait for this one. Loading before the backward of the last batch was issued corrupts it: autograd
+        raises where it saved these tensors in eager code, a captured graph cannot tell. `PackedSlots` keeps several batches
+        apart and does tell.
 
         Args:
             documents: each a 1-D list, numpy array or CPU tensor of integers, or a mapping: "tokens", every extra `[n, ...]`, and
@@ -290,7 +291,7 @@ class PackedSequences:
     @torch.no_grad()
     def _copy_(self, source: Mapping[str, Tensor]) -> None:
         for name, tensor in self._named().items():
-            tensor.copy_(source[name], non_blocking=True)
+            tensor.copy_(source[name], non_blocking=tensor.is_cuda)  # a copy to the host must have arrived when this returns
 
     # --- reading ---
 
