@@ -493,6 +493,7 @@ moe_aux_loss_grad
 zero_fill
   fp32 [T], no padding: float32[16]
   fp32 [T, D], tail: float32[23, 16]
+  fp32 [T, D], tail, other sizes: float32[31, 24]
   bf16 slice of a fused [T, 3, H, D]: bfloat16[25, 2, 8]
   fp32 slice of a fused [T, H, 3, D]: float32[25, 2, 8]
   fp32 transposed: float32[25, 5]
@@ -508,6 +509,7 @@ zero_fill
   no row: float32[0, 4]
 zero_fill_
   one fp32 [T, D], tail: nothing
+  one fp32 [T, D], tail, other sizes: nothing
   dQ, dK, dV, one cu_seqlens for all: nothing
   slices of one fused [T, 3, H, D]: nothing
   slices of one fused [T, H, 3, D]: nothing

@@ -47,6 +47,8 @@ def zero_fill_samples(device: torch.device) -> Iterator[Sample]:
     yield sample("fp32 [T], no padding", base, new([base.total], torch.float32))
     base = layout("tail", device)
     yield sample("fp32 [T, D], tail", base, new([base.total, 16], torch.float32), compiled=True)
+    other = Layout(prefix_sums([4, 0, 7, 2, 6], device), None, 31)
+    yield sample("fp32 [T, D], tail, other sizes", other, new([other.total, 24], torch.float32))
     base = layout("gaps and tail", device)
     yield sample("bf16 slice of a fused [T, 3, H, D]", base, new([base.total, 3, 2, 8], torch.bfloat16)[:, 1], compiled=True)
     yield sample("fp32 slice of a fused [T, H, 3, D]", base, new([base.total, 2, 3, 8], torch.float32)[:, :, 2])
@@ -147,6 +149,8 @@ def zero_fill__samples(device: torch.device) -> Iterator[Sample]:
     fp32, bf16 = torch.float32, torch.bfloat16
     base = layout("tail", device)
     yield sample("one fp32 [T, D], tail", [base], new([base.total, 16], fp32), compiled=True)
+    other = Layout(prefix_sums([4, 0, 7, 2, 6], device), None, 31)
+    yield sample("one fp32 [T, D], tail, other sizes", [other], new([other.total, 24], fp32))
     base = layout("gaps and tail", device)
     dq, dk, dv = new([base.total, 4, 8], bf16), new([base.total, 2, 8], bf16), new([base.total, 2, 8], bf16)
     yield sample("dQ, dK, dV, one cu_seqlens for all", [base], dq, dk, dv, compiled=True)
