@@ -44,6 +44,7 @@ ADAPTER_CASES = [
     Case(QUERIES, KEYS),
     Case(GAPS, heads=(4, 1), dims=(40, 40), options={"causal": True, "scale": 0.4}),
     Case(Batch([0, 0], [4, 3], 8), options={"causal": True}),
+    Case(Batch([1, 0, 1], None, 3), options={"causal": True}),
     Case(Batch([300, 0, 171], [310, 5, 180], 500), heads=(2, 1), dims=(64, 64), options={"causal": True}),
 ]
 
