@@ -107,7 +107,8 @@ _no_gradient("returns_its_input", reference=_returns_its_input)
 _no_gradient("writes_its_input", reference=_writes_its_input)
 _no_gradient("two_views_of_one_buffer", reference=_two_views_of_one_buffer)
 _no_gradient("leaves_a_row_unwritten", reference=_leaves_a_row_unwritten)
-_no_gradient("trusts_metadata", cuda="kernels_third_party:trusts_metadata")
+_no_gradient("reads_beyond", cuda="kernels_third_party:reads_beyond")
+_no_gradient("writes_beyond", cuda="kernels_third_party:writes_beyond")
 
 
 def _raises_on_malformed(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

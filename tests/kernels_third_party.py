@@ -17,7 +17,7 @@ _GRAD_INTEGERS = ["rows", "columns", "g_row", "g_column", "s_row", "x_row", "x_c
 
 
 @triton.jit(do_not_specialize=_INTEGERS)
-def _double_rows(x, cu, y, squares, rows, columns, x_row, x_column, last, factor, CLAMP: tl.constexpr, BLOCK_D: tl.constexpr):
+def _double_rows(x, cu, y, squares, rows, columns, x_row, x_column, last, factor, BEYOND: tl.constexpr, BLOCK_D: tl.constexpr):
     """One program per row: y = factor * x and the row's sum of squares; zeros on padding."""
     row = tl.program_id(0).to(tl.int64)
     end = tl.load(cu + last).to(tl.int64)
@@ -27,11 +27,13 @@ def _double_rows(x, cu, y, squares, rows, columns, x_row, x_column, last, factor
     value = tl.load(x + row * x_row + column * x_column, mask=read, other=0.0).to(tl.float32)
     tl.store(y + row * columns + column, value * factor, mask=inside)
     tl.store(squares + row, tl.sum(value * value))
-    if not CLAMP:  # wrong on purpose: trusts the metadata beyond the last row
+    if BEYOND is not None:  # wrong on purpose: trusts the metadata beyond the last row
         beyond = row + rows
-        read = column < tl.where(beyond < end, columns, 0)
-        more = tl.load(x + beyond * x_row + column * x_column, mask=read, other=0.0)
-        tl.store(y + beyond * columns + column, more, mask=read)
+        outside = column < tl.where(beyond < end, columns, 0)
+        if BEYOND == "read":
+            tl.store(squares + row, tl.sum(tl.load(x + beyond * x_row + column * x_column, mask=outside, other=0.0)))
+        else:
+            tl.store(x + beyond * x_row + column * x_column, tl.zeros([BLOCK_D], tl.float32), mask=outside)
 
 
 @triton.jit(do_not_specialize=_GRAD_INTEGERS)
@@ -59,14 +61,14 @@ def _does_not_compile(cu, y, last, BLOCK: tl.constexpr):
 
 
 def _launch(
-    x: Tensor, cu_seqlens: Tensor, strides: tuple[int, ...], factor: float = 2.0, clamp: bool = True
+    x: Tensor, cu_seqlens: Tensor, strides: tuple[int, ...], factor: float = 2.0, beyond: str | None = None
 ) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     cu_seqlens = cu_seqlens.contiguous()
     y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     squares = torch.empty(rows, dtype=torch.float32, device=x.device)
     args = (x, cu_seqlens, y, squares, rows, columns, *strides, cu_seqlens.shape[0] - 1, factor)
-    launch(_double_rows, (rows, 1, 1), args, (clamp, max(16, triton.next_power_of_2(columns))))
+    launch(_double_rows, (rows, 1, 1), args, (beyond, max(16, triton.next_power_of_2(columns))))
     return y, squares
 
 
@@ -95,8 +97,12 @@ def ignores_strides(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return _launch(x, cu_seqlens, (x.shape[1], 1))
 
 
-def trusts_metadata(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    return _launch(x, cu_seqlens, x.stride(), clamp=False)
+def reads_beyond(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    return _launch(x, cu_seqlens, x.stride(), beyond="read")
+
+
+def writes_beyond(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    return _launch(x, cu_seqlens, x.stride(), beyond="write")
 
 
 def does_not_compile(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thdops.conformance.case import Arguments, CheckFailed, OpUnderTest, as_tuple, copied, describe, naming, with_contents
 from thdops.conformance.gradients import differentiable, grad_slots, upstream_for, with_grad
-from thdops.conformance.tensors import close, same_bits
+from thdops.conformance.tensors import bits, close, same_bits
 
 _WARM_UPS = 3
 
@@ -68,7 +68,7 @@ def _replay(case: OpUnderTest, calls: list[Arguments], run: Callable[[Arguments]
     _warm_up(lambda: run(prepared(calls[0])), lambda: run(static))
     torch.cuda.synchronize()
     for slot, fresh in zip(case.slots(static), case.slots(calls[0]), strict=True):
-        slot.tensor.detach().copy_(fresh.tensor)
+        _refill(slot.tensor, fresh.tensor)
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph), _no_sync_inside():
@@ -79,7 +79,7 @@ def _replay(case: OpUnderTest, calls: list[Arguments], run: Callable[[Arguments]
     for number, args in enumerate(calls):
         expected = run(prepared(args))
         for slot, fresh in zip(case.slots(static), case.slots(args), strict=True):
-            slot.tensor.detach().copy_(fresh.tensor)
+            _refill(slot.tensor, fresh.tensor)
         if not case.spec.mutates:
             for result in results:
                 _poison(result)
@@ -91,6 +91,12 @@ def _replay(case: OpUnderTest, calls: list[Arguments], run: Callable[[Arguments]
                 same_bits(what, actual, e)
             else:
                 close(what, actual, e, 0.0, case.spec.roundings)
+
+
+def _refill(static: Tensor, fresh: Tensor) -> None:
+    """Other contents in the same memory. An expanded tensor has no place of its own for each element; replays leave it alone."""
+    if 0 not in static.stride():
+        static.detach().copy_(fresh)
 
 
 def _warm_up(*calls: Callable[[], Any]) -> None:
@@ -124,4 +130,4 @@ def _poison(result: Tensor) -> None:
     elif detached.is_floating_point() and detached.element_size() > 1:
         detached.fill_(float("nan"))
     else:
-        detached.view(torch.uint8).fill_(0x5A)
+        bits(detached).fill_(0x5A)

@@ -76,9 +76,7 @@ class _Allocations(TorchFunctionMode):
     """Remembers the extent of every tensor that a torch function returns, and keeps them alive."""
 
     def __init__(self, tensors: list[Tensor]) -> None:
-        self.alive: list[Tensor] = []
-        self.starts: list[int] = []
-        self.ends: list[int] = []
+        self.extents: dict[tuple[int, int], Tensor] = {}
         for tensor in tensors:
             self.add(tensor)
 
@@ -86,9 +84,8 @@ class _Allocations(TorchFunctionMode):
         if tensor.device.type != "cpu" or tensor.numel() == 0 or type(tensor) is not Tensor:
             return
         last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
-        self.alive.append(tensor)
-        self.starts.append(tensor.data_ptr())
-        self.ends.append(tensor.data_ptr() + (last + 1) * tensor.element_size())
+        start = tensor.data_ptr()
+        self.extents.setdefault((start, start + (last + 1) * tensor.element_size()), tensor)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -104,15 +101,15 @@ class _Allocations(TorchFunctionMode):
         if addresses.size == 0:
             return
         inside = np.zeros(addresses.shape, dtype=bool)
-        for start, end in zip(self.starts, self.ends, strict=True):
+        for start, end in self.extents:
             inside |= (addresses >= np.uint64(start)) & (addresses + np.uint64(itemsize) <= np.uint64(end))
         if not inside.all():
             address = int(addresses[~inside][0])
             raise CheckFailed(f"the kernel {what} outside its tensors, {self._nearest(address, itemsize)}")
 
     def _nearest(self, address: int, itemsize: int) -> str:
-        behind = [(address - end, "behind the end") for end in self.ends if address >= end]
-        before = [(start - address, "before the start") for start in self.starts if address < start]
+        behind = [(address - end, "behind the end") for _, end in self.extents if address >= end]
+        before = [(start - address, "before the start") for start, _ in self.extents if address < start]
         distance, where = min(behind + before, default=(0, "where no tensor is"))
         return f"{distance} bytes {where} of one"
 
@@ -147,5 +144,9 @@ def guarded_memory(tensors: list[Tensor]) -> Iterator[None]:
     try:
         with allocations:
             yield
+    except Exception as error:
+        if isinstance(error.__cause__, CheckFailed):  # the interpreter wraps what is raised in a kernel
+            raise error.__cause__ from None
+        raise
     finally:
         triton_interpreter._interpreter = inner

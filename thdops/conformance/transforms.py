@@ -62,7 +62,7 @@ def _clear(case: OpUnderTest, what: str, error: Exception) -> None:
 def check_dtensor(case: OpUnderTest) -> None:
     """Distributed tensors, replicated or cut along rows: the right result, or an error that names the op. Two pretended ranks."""
     for sample in case.compile_samples()[:1]:
-        with naming(sample.name), _pretended_mesh() as mesh:
+        with naming(sample.name), _pretended_mesh(case.device.type) as mesh:
             for cut in (False, True):
                 _distributed(case, sample.args, mesh, cut)
 
@@ -109,7 +109,7 @@ def _first_part(tensor: Tensor, placements: Sequence[Any]) -> Tensor | None:
 
 
 @contextlib.contextmanager
-def _pretended_mesh() -> Iterator[Any]:
+def _pretended_mesh(device_type: str) -> Iterator[Any]:
     """A mesh of two ranks of which only this one exists: enough to see how an op takes a DTensor."""
     import torch.distributed as dist
 
@@ -122,6 +122,6 @@ def _pretended_mesh() -> Iterator[Any]:
 
     dist.init_process_group("fake", rank=0, world_size=_RANKS, store=FakeStore())
     try:
-        yield init_device_mesh("cpu", (_RANKS,))
+        yield init_device_mesh(device_type, (_RANKS,))
     finally:
         dist.destroy_process_group()
