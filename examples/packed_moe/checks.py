@@ -13,9 +13,10 @@ from packed_moe.training import METRICS, Trainer, poisoned_memory
 if TYPE_CHECKING:
     from packed_moe.loop import Result
 
-COMPILE_TOLERANCE = {False: 1e-3, True: 5e-2}
-"""How far a compiled run's losses may be from eager's, relative, by whether bf16 autocast is on. Fused arithmetic rounds elsewhere
-(with autocast it skips roundings to bf16 altogether), and training carries each difference on."""
+COMPILE_TOLERANCE = {False: (1e-4, 1e-3), True: (1e-2, 5e-2)}
+"""How far a compiled run's losses may be from eager's, relative: in the first steps and in all, by whether bf16 autocast is on.
+Fused arithmetic sums in another order, and training carries each difference on."""
+_EARLY_STEPS = 10
 
 
 class Check(NamedTuple):
@@ -120,8 +121,10 @@ def compare(eager: Result, other: Result, autocast: bool) -> Check:
         if differing or weights:
             seen = f"{differing} of {steps} steps differ, {len(weights)} of {len(eager.weights)} weight and optimizer tensors"
         return Check(other.mode, "bitwise equal to eager", not differing and not weights, seen)
-    tolerance = COMPILE_TOLERANCE[autocast]
+    early, late = COMPILE_TOLERANCE[autocast]
     loss, expected = other.history[:, 0], eager.history[:, 0]
-    worst = float(((loss - expected).abs() / expected.abs()).max())
-    seen = f"largest relative difference {worst:.1e}"
-    return Check(other.mode, f"losses within {tolerance:g} of eager's", worst <= tolerance, seen)
+    difference = (loss - expected).abs() / expected.abs()
+    start, worst = float(difference[:_EARLY_STEPS].max()), float(difference.max())
+    seen = f"largest relative difference {start:.1e} in the first {min(len(loss), _EARLY_STEPS)} steps, {worst:.1e} in all"
+    held = start <= early and worst <= late
+    return Check(other.mode, f"losses within {early:g}, then {late:g} of eager's", held, seen)

@@ -60,7 +60,7 @@ def launch_as(key: Any, kernel: Any, grid: Grid, args: tuple[Any, ...], constexp
         _compiled[key, device] = kernel[grid](*args, *constexprs, num_warps=num_warps)
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
-    if knobs.runtime.launch_enter_hook is None:
+    if not knobs.runtime.launch_enter_hook.calls:
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constexprs)
     else:  # a profiler wants to see launches
         compiled[grid](*args, *constexprs, stream=stream)

@@ -166,7 +166,8 @@ def people_mask(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_toke
     rows = torch.arange(total_tokens, device=cu_seqlens.device)
     if cu_seqlens_padded is None:
         return rows >= cu_seqlens[-1]
-    sequence = torch.searchsorted(cu_seqlens_padded[1:], rows, right=True).clamp(max=cu_seqlens.shape[0] - 2)
+    # bucketize, not searchsorted: Inductor of torch 2.11 compiles the latter wrong on CUDA for int32 boundaries and int64 rows.
+    sequence = torch.bucketize(rows, cu_seqlens_padded[1:], right=True).clamp(max=cu_seqlens.shape[0] - 2)
     return rows >= cu_seqlens_padded[sequence] + cu_seqlens.diff()[sequence]
 
 
