@@ -74,7 +74,7 @@ class _StandIn:
             left = plan.longest_kv
         if right < 0 and left >= 0:
             right = plan.longest_kv
-        ends_q, ends_k = plan.queries.flash_cu, plan.keys.flash_cu
+        ends_q, ends_k = plan.queries.cu_seqlens, plan.keys.cu_seqlens
         assert ends_q.dtype == ends_k.dtype == torch.int32
         for (a, b), (c, d) in zip(itertools.pairwise(ends_q.tolist()), itertools.pairwise(ends_k.tolist()), strict=True):
             assert b - a <= plan.longest_q
@@ -162,9 +162,9 @@ def test_adapter_clamps_malformed_metadata(stand_in: _StandIn) -> None:
     """Whatever cu_seqlens hold, FA2 is given rows that exist, in order."""
     for ends in ([0, 50, 60], [0, -5, 9], [0, 12, 4], [-3, 4, 99]):
         side = torch_backend._side(torch.tensor(ends, dtype=torch.int64), None, 20)
-        assert side.flash_cu.min() >= 0
-        assert side.flash_cu.max() <= 20
-        assert (side.flash_cu.diff() >= 0).all()
+        assert side.cu_seqlens.min() >= 0
+        assert side.cu_seqlens.max() <= 20
+        assert (side.cu_seqlens.diff() >= 0).all()
 
 
 @pytest.mark.parametrize(("was_on", "warn_only"), [(False, False), (True, True), (True, False)])

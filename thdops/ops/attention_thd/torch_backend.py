@@ -5,13 +5,14 @@ T rows, B sequences, H heads, D head dim. FA2 knows one cu_seqlens for address a
 - without, cu_seqlens is the address already. Tail rows stay where they are.
 In both cases FA2 reads and writes rows of sequences only: its loads are predicated on each sequence's own length, and what a tile
 has beyond it is masked by selection (scores) or cleared (values, and everything in the backward). So garbage on other rows is
-neither seen nor overwritten, and they are zero-filled afterwards.
+neither seen nor overwritten, and they are zero-filled before rows are put back: the gaps are the rows behind the gapless batch.
 
 FA2 reports LSE = +inf for a row that sees no key, and wants it back like that in the backward, where e^(S - inf) = 0; we keep -inf.
 Its backward takes no gradient of LSE. With g = dLSE the missing parts are dq_i = scale * g_i * sum_j P_ij k_j, an attention whose
 values are the keys, and dk_j = scale * sum_i P_ij g_i q_i, the dv of a backward whose dout is scale * g * q.
 
-Nothing here is read on the host. Malformed cu_seqlens are clamped into [0, T].
+Nothing here is read on the host. FA2 and the zero-fill see the same cu_seqlens, clamped into [0, T] and never decreasing, so that
+every row is written by one of them, whatever the caller's hold.
 """
 
 from __future__ import annotations
@@ -30,11 +31,9 @@ _deterministic: Any = torch.utils.deterministic  # its one attribute is a proper
 
 
 class _Side(NamedTuple):
-    """Queries or keys: their metadata, and the same for FA2."""
+    """Queries or keys as FA2 sees them."""
 
-    cu_seqlens: Tensor
-    padded: Tensor | None
-    flash_cu: Tensor  # int32 [B+1]
+    cu_seqlens: Tensor  # int32 [B+1], of the gapless batch
     gather: Tensor | None  # valid rows first; None where there are no gaps
     scatter: Tensor | None  # its inverse
 
@@ -43,8 +42,12 @@ class _Side(NamedTuple):
         return x if self.gather is None else x.index_select(dim, self.gather)
 
     def unpacked(self, x: Tensor, dim: int = 0) -> Tensor:
-        """A result of FA2 in our rows; padding rows hold anything."""
+        """A result of FA2 in our rows."""
         return x.contiguous() if self.scatter is None else x.index_select(dim, self.scatter)
+
+    def unseen(self, lse: Tensor, mark: float) -> Tensor:
+        """bool [H, T] over FA2's rows: those of no sequence, whatever they hold, and those whose LSE is `mark`: they see no key."""
+        return torch.ops.thdops.padding_mask(self.cu_seqlens, None, lse.shape[1]) | (lse == mark)
 
 
 class _Plan(NamedTuple):
@@ -67,9 +70,9 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         return _zeros(call.q), nothing.new_full((heads, rows), -math.inf), nothing
     plan = _plan(call)
     out, lse = _forward(plan, *_packed(plan, call))
-    out, lse = plan.queries.unpacked(out), plan.queries.unpacked(lse, 1)
-    _zero_fill(plan, [out], [plan.queries])
-    return out, lse.masked_fill_(_unseen(plan.queries, lse, math.inf), -math.inf), nothing
+    _zero_fill([out], [plan.queries])
+    lse = lse.masked_fill(plan.queries.unseen(lse, math.inf), -math.inf)
+    return plan.queries.unpacked(out), plan.queries.unpacked(lse, 1), nothing
 
 
 def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,22 +83,22 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     plan = _plan(call)
     queries, keys = plan.queries, plan.keys
     q, k, v = _packed(plan, call)
-    unseen = _unseen(queries, call.lse, -math.inf)
-    saved = (_loadable(queries.packed(call.out)), queries.packed(call.lse.masked_fill(unseen, math.inf), 1).contiguous())
+    lse = queries.packed(call.lse, 1)
+    unseen = queries.unseen(lse, -math.inf)
+    saved = (_loadable(queries.packed(call.out)), lse.masked_fill(unseen, math.inf).contiguous())
     with _repeatable(call.deterministic):
         if call.grad_out is None:
             dq, dk, dv = _zeros(q), _zeros(k), _zeros(v)
         else:
             dq, dk, dv = _backward(plan, _loadable(queries.packed(call.grad_out)), q, k, v, *saved)
         if call.grad_lse is not None:
-            weight = queries.packed(call.grad_lse.masked_fill(unseen, 0) * call.scale, 1).t().unsqueeze(-1)  # [Tq, Hq, 1]
+            weight = (queries.packed(call.grad_lse, 1).masked_fill(unseen, 0) * call.scale).t().unsqueeze(-1)  # [Tq, Hq, 1]
             mean_key, _ = _forward(plan, q, k, k)
             dq = (dq + weight * mean_key).to(q.dtype)
             _, _, dk_lse = _backward(plan, (weight * q).to(q.dtype), q, k, v, *saved)
             dk = dk + dk_lse
-    dq, dk, dv = queries.unpacked(dq), keys.unpacked(dk), keys.unpacked(dv)
-    _zero_fill(plan, [dq, dk, dv], [queries, keys, keys])
-    return dq, dk, dv, no_sink
+    _zero_fill([dq, dk, dv], [queries, keys, keys])
+    return queries.unpacked(dq), keys.unpacked(dk), keys.unpacked(dv), no_sink
 
 
 # --- FA2 -----------------------------------------------------------------------------------------------------------------------
@@ -106,8 +109,8 @@ def _forward(plan: _Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tens
         q,
         k,
         v,
-        plan.queries.flash_cu,
-        plan.keys.flash_cu,
+        plan.queries.cu_seqlens,
+        plan.keys.cu_seqlens,
         plan.longest_q,
         plan.longest_kv,
         0.0,  # dropout
@@ -130,8 +133,8 @@ def _backward(
         v,
         out,
         lse,
-        plan.queries.flash_cu,
-        plan.keys.flash_cu,
+        plan.queries.cu_seqlens,
+        plan.keys.cu_seqlens,
         plan.longest_q,
         plan.longest_kv,
         0.0,  # dropout
@@ -201,11 +204,11 @@ def _longest(hint: int, rows: int) -> int:
 def _side(cu_seqlens: Tensor, padded: Tensor | None, rows: int) -> _Side:
     if padded is None:
         ends = cu_seqlens.clamp(0, rows).cummax(0).values
-        return _Side(cu_seqlens, None, ends.int(), None, None)
+        return _Side(ends.int(), None, None)
     lengths = torch.minimum(cu_seqlens.diff(), padded.diff()).clamp(min=0)
     ends = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).clamp(max=rows)
     gather, scatter = torch.ops.thdops.compact_rows(cu_seqlens, padded, rows)
-    return _Side(cu_seqlens, padded, ends.int(), gather, scatter)
+    return _Side(ends.int(), gather, scatter)
 
 
 def _packed(plan: _Plan, call: Call | GradCall) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,14 +223,5 @@ def _loadable(x: Tensor) -> Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
 
-def _unseen(queries: _Side, lse: Tensor, mark: float) -> Tensor:
-    """bool [Hq, Tq]: padding rows, whatever they hold, and valid rows whose LSE is `mark`: those that see no key."""
-    return torch.ops.thdops.padding_mask(queries.cu_seqlens, queries.padded, lse.shape[1]) | (lse == mark)
-
-
-def _zero_fill(plan: _Plan, tensors: list[Tensor], sides: list[_Side]) -> None:
-    if plan.keys is plan.queries:
-        sides = sides[:1]
-    starts = [side.cu_seqlens if side.padded is None else side.padded for side in sides]
-    gaps = any(side.padded is not None for side in sides)
-    torch.ops.thdops.zero_fill_(tensors, [side.cu_seqlens for side in sides], starts if gaps else [])
+def _zero_fill(tensors: list[Tensor], sides: list[_Side]) -> None:
+    torch.ops.thdops.zero_fill_(tensors, [side.cu_seqlens for side in sides], [])
