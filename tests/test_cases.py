@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,7 +127,7 @@ def test_an_amax_over_the_output_is_finite(device: str) -> None:
     """vLLM 57017: an amax ran over rows that a zero-length slot had left unwritten."""
     x = torch.full((14, 4), NAN, device=device)
     batch = (offsets(0, 2, 5, 6, 6, device=device), offsets(0, 4, 8, 12, 12, device=device))
-    x[~thdops.padding_mask(*batch, 14)] = -2.0
+    x[[0, 1, 4, 5, 6, 8]] = -2.0
     assert thdops.zero_fill(x, *batch).abs().amax().item() == 2
 
 
@@ -259,6 +260,23 @@ def test_a_clone_before_the_mutation_is_kept(backend: str, device: str) -> None:
     assert shifted.eq(2).all()
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_destination_that_was_cloned_from_the_source(backend: str, device: str) -> None:
+    """PyTorch 198031 as reported: the op reads what its destination is a clone of. Here that is metadata, zeroed by itself."""
+
+    def step(source: Tensor) -> tuple[Tensor, Tensor]:
+        destination = source.clone()
+        thdops.zero_fill_(destination, source)
+        return destination, source + 1
+
+    source = offsets(1, 2, 3, 3, 3, device=device)  # owns rows 1 and 2 of its own five
+    destination, shifted = compiled(step, backend)(source)
+    assert destination.tolist() == [0, 2, 3, 0, 0]
+    assert source.tolist() == [1, 2, 3, 3, 3]
+    assert shifted.tolist() == [2, 3, 4, 4, 4]
+
+
 def _equal_buffers(x: Tensor, y: Tensor, ends: Tensor) -> tuple[Tensor, ...]:
     thdops.zero_fill_([x, y], ends)
     return x, y, x + y
@@ -303,38 +321,48 @@ def test_mutated_buffers_of_one_shape_or_one_base(step: Callable[..., tuple[Tens
 def test_an_output_that_passes_through_cat(backend: str | None, device: str) -> None:
     """PyTorch 194719: gradients that come back as slices were read as if contiguous."""
 
+    strides: list[tuple[int, ...]] = []
+
     def step(x: Tensor, ends: Tensor) -> Tensor:
-        y = thdops.zero_fill(x, ends)
-        return (torch.cat((y, x, y), dim=1) * torch.arange(36.0, device=x.device).view(6, 6)).sum()
+        y = thdops.zero_fill(x, ends)  # used once: two slices would be added up to a contiguous gradient
+        if backend is None:
+            y.register_hook(lambda grad: strides.append(grad.stride()))
+        return (torch.cat((x, y, x), dim=1) * torch.arange(36.0, device=x.device).view(6, 6)).sum()
 
     x = torch.ones(6, 2, device=device, requires_grad=True)
     run = compiled(step, backend) if backend else step
     run(x, offsets(0, 3, device=device)).backward()
-    weight = torch.arange(36.0, device=device).view(6, 3, 2)
-    expected = weight.sum(1)
-    expected[3:] = weight[3:, 1]
-    assert torch.equal(x.grad, expected)
+    assert strides == ([] if backend else [(6, 1)])  # else this tests nothing
+    assert x.grad is not None
+    # Row r of the weights is 6r .. 6r+5; x gets columns 0, 1 and 4, 5, and where the row is valid 2, 3 as well.
+    assert x.grad.tolist() == [[6, 9], [24, 27], [42, 45], [40, 42], [52, 54], [64, 66]]
 
 
 VIEWS = {
-    "transposed": lambda: torch.ones(4, 8).t(),
-    "fused [T, 3, H, D]": lambda: torch.ones(8, 3, 2, 4)[:, 1],
-    "fused [T, H, 3, D]": lambda: torch.ones(8, 2, 3, 4)[:, :, 1],
-    "one row": lambda: torch.ones(4, 1).t(),
-    "permuted": lambda: torch.ones(4, 2, 8).permute(2, 1, 0),
-    "expanded": lambda: torch.ones(1).expand(8, 4),
+    "transposed": lambda new: new(4, 8).t(),
+    "fused [T, 3, H, D]": lambda new: new(8, 3, 2, 4)[:, 1],
+    "fused [T, H, 3, D]": lambda new: new(8, 2, 3, 4)[:, :, 1],
+    "one row": lambda new: new(4, 1).t(),
+    "permuted": lambda new: new(4, 2, 8).permute(2, 1, 0),
+    "expanded": lambda new: new(1).expand(8, 4),
 }
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("view", VIEWS)
-def test_fake_strides_are_the_real_ones(view: str) -> None:
+def test_fake_strides_are_the_real_ones(view: str, device: str) -> None:
     """PyTorch 182328, cudnn-frontend PR 517: strides differed for inputs that are not contiguous."""
-    x, ends = VIEWS[view](), offsets(0, 1)
-    real = thdops.zero_fill(x, ends)
+    x, ends = VIEWS[view](partial(torch.ones, device=device)), offsets(0, 1, device=device)
     with FakeTensorMode() as mode:
         fake = thdops.zero_fill(mode.from_tensor(x), mode.from_tensor(ends))
-    assert fake.stride() == real.stride()
-    assert fake.shape == real.shape
+    ways: list[Callable[..., Tensor]] = [thdops.zero_fill]
+    if device == "cpu" and not why_not():
+        ways.append(load_launcher(REGISTRY["zero_fill"], REGISTRY.schema("zero_fill")))
+    for way in ways:
+        real = way(x, ends, None)
+        assert (fake.shape, fake.stride()) == (real.shape, real.stride())
+        assert real[0].eq(1).all()
+        assert real[1:].eq(0).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -215,6 +215,22 @@ def test_zero_fill_of_expanded_tensors(kind: str) -> None:
     assert same(kernel("zero_fill")(x, cu_seqlens, padded), reference.zero_fill(x, cu_seqlens, padded))
 
 
+OVERLAPPING = {
+    "windows of 3": lambda x: x.view(14, 12).unfold(1, 3, 1),
+    "windows of rows": lambda x: x[:17].unfold(0, 4, 1),
+    "equal strides": lambda x: x.as_strided((14, 2, 3), (6, 4, 4)),
+    "a stride that skips nothing": lambda x: x.as_strided((14, 2, 5, 3), (6, 2, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("kind", OVERLAPPING)
+def test_zero_fill_of_windows_that_overlap(kind: str) -> None:
+    """Two dimensions of one stride: memory does not tell which is the faster, the order of elements does."""
+    x = OVERLAPPING[kind](torch.arange(1.0, 169.0, device=DEVICE))
+    cu_seqlens, padded = prefix([3, 5]), prefix([4, 8])
+    assert same(kernel("zero_fill")(x, cu_seqlens, padded), reference.zero_fill(x, cu_seqlens, padded))
+
+
 @FUZZ
 @given(
     st.lists(st.integers(-(2**31), 2**31 - 1) | st.integers(-30, 60), min_size=1, max_size=9),

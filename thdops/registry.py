@@ -122,6 +122,9 @@ class OpSpec:
     """The cost of one call, from its arguments. Runs on the host, outside any timed region; may read metadata."""
     benches: Callable[[torch.device], Iterable[Bench]]
     summary: str = ""
+    eager: Callable[..., Any] | None = None
+    """What ordinary code in the op's own dtype computes, where `reference` keeps more precision in between than that. The error
+    of a kernel is measured against its error; None: against the reference's."""
     setup_context: Callable[..., None] | None = None
     backward: Callable[..., Any] | None = None
     padding: Callable[..., Padding] | None = None

@@ -113,6 +113,11 @@ class OpUnderTest:
         with torch.no_grad():
             return self.call(self.spec.reference, in_fp64(args))
 
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """What a kernel's error is measured against."""
+        return self.spec.eager or self.spec.reference
+
     def padding(self, args: Arguments) -> Padding:
         """Where padding stands in a call; nowhere if the spec has none."""
         return Padding() if self.spec.padding is None else self.spec.padding(*args)

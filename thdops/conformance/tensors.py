@@ -53,11 +53,18 @@ def error_of(actual: Tensor, truth: Tensor) -> float:
     return float(torch.where(a.isfinite() & t.isfinite(), (a - t).abs(), 0.0).max())
 
 
-def close(what: str, actual: Tensor, truth: Tensor, error: float, roundings: float) -> None:
+def as_good_as(eager: Tensor, truth: Tensor) -> float:
+    """The error that is allowed beside `eager`'s: twice its largest. Two codes of equal quality round in other places, and the
+    largest of a few hundred rounding errors is itself a draw; a wrong term is orders of magnitude larger."""
+    return 2 * error_of(eager, truth)
+
+
+def close(what: str, actual: Tensor, truth: Tensor, error: float, roundings: float, across_rows: bool = False) -> None:
     """Raise `CheckFailed` unless `actual` is `truth` up to `error` and `roundings` roundings of its dtype.
 
-    A rounding is measured on the largest element of a row (the last dimension), since that is what a sum over it was rounded at.
-    Integers and bools must be equal; so must infinities and NaNs.
+    A rounding is measured on the largest element of a row (the last dimension), since that is what a sum over it was rounded at;
+    with `across_rows` on the largest of all, since a gradient sums over rows too. Integers and bools must be equal; so must
+    infinities and NaNs.
     """
     if actual.shape != truth.shape:
         raise CheckFailed(f"{what}: shape {list(actual.shape)}, should be {list(truth.shape)}")
@@ -70,7 +77,7 @@ def close(what: str, actual: Tensor, truth: Tensor, error: float, roundings: flo
         a, t = actual.detach().double().cpu(), truth.detach().double().cpu()
         finite = t.isfinite()
         size = torch.where(finite, t.abs(), 0.0)
-        size = size if size.dim() == 0 else size.amax(-1, keepdim=True)
+        size = size.max() if across_rows or size.dim() == 0 else size.amax(-1, keepdim=True)
         allowed = error + roundings * torch.finfo(actual.dtype).eps * size
         same = torch.where(finite, (a - t).abs() <= allowed, (a == t) | (a.isnan() & t.isnan()))
         off = ~same

@@ -12,7 +12,7 @@ from torch import Tensor
 from thdops.conformance.case import Arguments, CheckFailed, OpUnderTest, copied, naming
 from thdops.conformance.gradients import differentiable, gradients, upstream_for, with_grad
 from thdops.conformance.interpreter import implementations, interpretable, interpreted
-from thdops.conformance.tensors import close, error_of, kind, same_bits
+from thdops.conformance.tensors import as_good_as, close, kind, same_bits
 
 # How many roundings eager code of a dtype may lose against fp64. Half precisions are rounded at every step, so a few steps are
 # many ulps of nothing else; fp32 sums over a few hundred small samples lose some dozens.
@@ -76,7 +76,7 @@ def check_kernel(case: OpUnderTest) -> None:
 def _near_truth(case: OpUnderTest, function: Callable[..., Any], args: Arguments) -> None:
     truth = case.truth(args)
     with torch.no_grad():
-        eager = case.call(case.spec.reference, args)
+        eager = case.call(case.eager, args)
     results = case.call(function, args)
     if len(results) != len(truth):
         raise CheckFailed(f"the kernel returns {len(results)} tensors, the reference {len(truth)}")
@@ -86,7 +86,7 @@ def _near_truth(case: OpUnderTest, function: Callable[..., Any], args: Arguments
             raise CheckFailed(
                 f"{label}: the kernel returns {kind(actual)} strides {actual.stride()}, the reference {kind(low)} {low.stride()}"
             )
-        close(label, actual, expected, error_of(low, expected), case.spec.roundings)
+        close(label, actual, expected, as_good_as(low, expected), case.spec.roundings)
 
 
 def check_repeatable(case: OpUnderTest) -> None:

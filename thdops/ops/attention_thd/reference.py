@@ -54,17 +54,32 @@ class _Geometry(NamedTuple):
 def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out [Tq, Hq, Dv], lse [Hq, Tq], max_logit [Hq] or [0]). Padding rows: out 0, lse -inf."""
     with torch.autocast(call.q.device.type, enabled=False):  # which would take the products out of fp32
-        return _attention(call)
+        return _attention(call, statistics_dtype(call.q))
 
 
 @takes(GradCall)
 def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink [Hq] or [0]). Padding rows: 0."""
     with torch.autocast(call.q.device.type, enabled=False):
-        return _attention_grad(call)
+        return _attention_grad(call, statistics_dtype(call.q))
 
 
-def _attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+@takes(Call)
+def attention_eager(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """`attention` as code on matrix units computes it: P is an operand of the second product, so it has q's dtype."""
+    with torch.autocast(call.q.device.type, enabled=False):
+        return _attention(call, call.q.dtype)
+
+
+@takes(GradCall)
+def attention_grad_eager(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`attention_grad` likewise: P and dS have q's dtype when they are multiplied."""
+    with torch.autocast(call.q.device.type, enabled=False):
+        return _attention_grad(call, call.q.dtype)
+
+
+def _attention(call: Call, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """`operand` is the dtype that P is rounded to before it is multiplied."""
     place = _geometry(call)
     dtype = statistics_dtype(call.q)
     q = _grouped(call.q, place.valid_q, call.k.shape[1], dtype) * call.scale
@@ -85,7 +100,7 @@ def _attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
             total = total + (sink - shift).exp()
         some = total > 0
         total = torch.where(some, total, 1)
-        outs.append(_over_keys(weights, v[:, block.keys]) / total.unsqueeze(-1))
+        outs.append(_over_keys(weights.to(operand).to(dtype), v[:, block.keys]) / total.unsqueeze(-1))
         lses.append(torch.where(some, shift + total.log(), -torch.inf))
 
     rows, heads, _ = call.q.shape
@@ -100,7 +115,8 @@ def _attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     return out, lse, torch.cat([x.flatten(0, 1) for x in maxima], 1).amax(1)
 
 
-def _attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _attention_grad(call: GradCall, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`operand` is the dtype that P and dS are rounded to before they are multiplied."""
     place = _geometry(call)
     dtype = statistics_dtype(call.q)
     kv_heads = call.k.shape[1]
@@ -124,7 +140,7 @@ def _attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         k_rows, v_rows = k[:, block.keys], v[:, block.keys]
         scores, tanh = _scores(q_rows, k_rows, call.softcap)
         p = scores.masked_fill_(block.hidden, -torch.inf).sub_(lse[:, :, block.rows, None]).exp_()
-        dv[:, block.keys] += _over_rows(p, grad_rows)
+        dv[:, block.keys] += _over_rows(p.to(operand).to(dtype), grad_rows)
         # P sums to `kept` up to the rounding of LSE only; out is scaled to it, or D would not cancel against <dout, v>.
         total = p.sum(-1)
         out_scale = kept[:, :, block.rows] / torch.where(total > 0, total, 1)
@@ -132,6 +148,7 @@ def _attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ds = _against(grad_rows, v_rows).sub_(delta[:, :, block.rows, None]).mul_(p)
         if tanh is not None:
             ds.mul_(1 - tanh * tanh)
+        ds = ds.to(operand).to(dtype)
         dk[:, block.keys] += _over_rows(ds, q_rows)  # q carries the scale
         dqs.append(_over_keys(ds, k_rows) * call.scale)
 

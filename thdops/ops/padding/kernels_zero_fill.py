@@ -47,10 +47,11 @@ def _row_runs(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) ->
     """The memory of a row whose trailing dimensions are `shape`, as (byte offset, dims); more than one entry only past two strides.
 
     Dimensions that are contiguous in memory are merged, so [H, D] of a fused QKV buffer is one run and [H, 3, D] slices are H.
+    Of dimensions of one stride (the windows of `unfold` overlap) the last is the fastest, as in the order of elements.
     """
     merged: list[tuple[int, int]] = []  # (count, stride in bytes), fastest first
     inner = itemsize
-    for count, step in sorted(zip(shape, stride, strict=True), key=lambda pair: abs(pair[1])):
+    for count, step in sorted(reversed([*zip(shape, stride, strict=True)]), key=lambda pair: abs(pair[1])):
         if count == 1:
             continue
         step *= itemsize
@@ -106,10 +107,7 @@ def _gap_starts(cu_seqlens, padded, sequences, first, BLOCK_B: tl.constexpr):
     inside = b < sequences
     start = tl.load(cu_seqlens + b, mask=inside, other=0)
     length = tl.load(cu_seqlens + b + 1, mask=inside, other=0) - start
-    if padded is None:
-        place = start
-    else:
-        place = tl.load(padded + b, mask=inside, other=0)
+    place = start if padded is None else tl.load(padded + b, mask=inside, other=0)
     return length, place - start + first
 
 
@@ -304,8 +302,12 @@ def zero_fill_copy_kernel(
     write = target.to(tl.int64).to(tl.pointer_type(DTYPE))
     if UNIT == 2:
         read, write = tl.multiple_of(read, 16), tl.multiple_of(write, 16)
-    places = columns if FLAT else _column_offsets(
-        columns, middle, middle_stride.to(tl.int64) * UNIT, outer_stride.to(tl.int64) * UNIT, inner.to(tl.int64) * UNIT
+    places = (
+        columns
+        if FLAT
+        else _column_offsets(
+            columns, middle, middle_stride.to(tl.int64) * UNIT, outer_stride.to(tl.int64) * UNIT, inner.to(tl.int64) * UNIT
+        )
     )
     valid = _valid_rows(cu_seqlens, padded, sequences, rows, ROWS, BLOCK_B) & (rows < total)
     inside = (columns < width)[None, :]
