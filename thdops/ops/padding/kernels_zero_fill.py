@@ -51,7 +51,7 @@ def _row_runs(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) ->
     """
     merged: list[tuple[int, int]] = []  # (count, stride in bytes), fastest first
     inner = itemsize
-    for count, step in sorted(reversed([*zip(shape, stride, strict=True)]), key=lambda pair: abs(pair[1])):
+    for count, step in sorted(zip(reversed(shape), reversed(stride), strict=True), key=lambda pair: abs(pair[1])):
         if count == 1:
             continue
         step *= itemsize
