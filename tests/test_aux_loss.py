@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -29,7 +30,7 @@ interpreted = pytest.mark.skipif(not CUDA and why_not() != "", reason=why_not() 
 @pytest.fixture
 def _fresh_compiler() -> Iterator[None]:
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with inductor_config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled", "ign
 def _fresh_compiler() -> Iterator[None]:
     # Inductor's cache knows neither fakes nor schemas: a stale entry would pass where the op is wrong.
     torch._dynamo.reset()
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with inductor_config.patch(force_disable_caches=True):
         yield
     torch._dynamo.reset()
 

@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ def _compiled(trainer: Trainer) -> Runner:
     counters.clear()
     backend = "inductor" if trainer.config.device == "cuda" or _cpp_compiler() else "aot_eager"
     # Inductor keeps intermediates of fused bf16 arithmetic in fp32 where eager mode rounds them: ask for eager's roundings.
-    options = {"emulate_precision_casts": True} if backend == "inductor" else None
+    options: dict[str, Any] | None = {"emulate_precision_casts": True} if backend == "inductor" else None
     trainer.forward = torch.compile(trainer.model, fullgraph=True, dynamic=False, backend=backend, options=options)
 
     def checks(steps: int) -> list[Check]:
