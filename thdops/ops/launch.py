@@ -25,6 +25,7 @@ from triton.runtime.interpreter import InterpretedFunction
 Grid = tuple[int, int, int]
 
 _compiled: dict[Any, Any] = {}
+_COMPILED_KEPT = 8192  # callers may name a key per shape; Triton keeps the kernels themselves, so forgetting costs one slow launch
 _interceptor: Callable[..., None] | None = None
 
 
@@ -33,7 +34,7 @@ def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], constexprs: tuple[Any
 
     `args` are the leading parameters: tensors, ints, floats, None, or tuples of these; `constexprs` the trailing ones.
     """
-    key = [id(kernel), num_warps, constexprs]
+    key = [id(kernel), num_warps, constexprs, *map(type, constexprs)]  # True, 1 and 1.0 are equal and compile to different code
     for arg in args:
         _append_kind(key, arg)
     launch_as(tuple(key), kernel, grid, args, constexprs, num_warps)
@@ -57,6 +58,8 @@ def launch_as(key: Any, kernel: Any, grid: Grid, args: tuple[Any, ...], constexp
     compiled = _compiled.get((key, device))
     if compiled is None:
         _refuse_specialised_integers(kernel, args)
+        if len(_compiled) >= _COMPILED_KEPT:
+            _compiled.clear()
         _compiled[key, device] = kernel[grid](*args, *constexprs, num_warps=num_warps)
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
@@ -68,11 +71,12 @@ def launch_as(key: Any, kernel: Any, grid: Grid, args: tuple[Any, ...], constexp
 
 def _append_kind(key: list[Any], arg: Any) -> None:
     """What of an argument a compiled kernel depends on."""
-    if isinstance(arg, int):
-        key.append(-(2**31) <= arg < 2**31)
+    if isinstance(arg, int):  # a bool is one, and a type of its own to a kernel
+        key.append(type(arg) if isinstance(arg, bool) else -(2**31) <= arg < 2**31)
     elif isinstance(arg, Tensor):
         key += (arg.dtype, arg.data_ptr() % 16 == 0)
     elif isinstance(arg, tuple):
+        key.append(len(arg))  # ((a, b), (c,)) is not ((a,), (b, c))
         for part in arg:
             _append_kind(key, part)
             if isinstance(part, int):  # inside a tuple, do_not_specialize is not heeded (Triton 3.6)

@@ -1,0 +1,111 @@
+"""Under which key a compiled kernel is found again: what compiles to other code must not share one, and keys must not pile up.
+
+The kernels here are stand-ins that note what they were compiled for: the key is made on the host, a GPU is not needed.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+from thdops.ops import launch as launching
+
+GRID = (1, 1, 1)
+
+
+class Compiled:
+    """A compiled kernel that is launched directly."""
+
+    function, packed_metadata = None, None
+
+    def __init__(self, name: str, launched: list[str]) -> None:
+        self.name, self.launched = name, launched
+
+    def run(self, *_: Any) -> None:
+        self.launched.append(self.name)
+
+    def __getitem__(self, grid: Any) -> Callable[..., None]:
+        return self.run
+
+
+class Kernel:
+    """A kernel that compiles at every call of its own."""
+
+    __name__ = "kernel"
+
+    def __init__(self) -> None:
+        self.params = [SimpleNamespace(name=f"p{i}", do_not_specialize=True) for i in range(8)]
+        self.compiled: list[str] = []
+        self.launched: list[str] = []
+
+    def __getitem__(self, grid: Any) -> Callable[..., Compiled]:
+        def compile_and_run(*args: Any, num_warps: int) -> Compiled:
+            self.compiled.append(f"{args} {num_warps}")
+            return Compiled(self.compiled[-1], self.launched)
+
+        return compile_and_run
+
+
+@pytest.fixture
+def kernel(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    monkeypatch.setattr(launching, "_compiled", {})
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    return Kernel()
+
+
+def aligned() -> Tensor:
+    return torch.zeros(16)
+
+
+DIFFERENT: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], tuple[Any, ...], tuple[Any, ...]]] = {
+    # arguments, constants; arguments, constants
+    "where a tuple ends": (((aligned(), aligned()), (aligned(),)), (), ((aligned(),), (aligned(), aligned())), ()),
+    "which argument is the tuple": (((5,), 5), (), (5, (5,)), ()),
+    "a bool and an int": ((True,), (), (1,), ()),
+    "a constant bool and a constant int": ((), (True,), (), (1,)),
+    "a constant int and a constant float": ((), (2,), (), (2.0,)),
+    "32 and 64 bits": ((2**31 - 1,), (), (2**31,), ()),
+    "an int and a float": ((1,), (), (1.0,), ()),
+    "none": ((None,), (), (aligned(),), ()),
+    "alignment": ((aligned(),), (), (aligned()[1:],), ()),
+    "dtype": ((aligned(),), (), (aligned().int(),), ()),
+    "1 in a tuple": (((1,),), (), ((2,),), ()),
+    "16 in a tuple": (((16,),), (), ((17,),), ()),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_what_compiles_to_other_code_has_another_key(what: str, kernel: Kernel) -> None:
+    args, constants, other_args, other_constants = DIFFERENT[what]
+    for _ in range(2):
+        launching.launch(kernel, GRID, args, constants)
+        launching.launch(kernel, GRID, other_args, other_constants)
+    assert len(kernel.compiled) == 2
+    assert kernel.launched == kernel.compiled
+
+
+def test_what_compiles_to_the_same_code_has_the_same_key(kernel: Kernel) -> None:
+    for rows, x in ((3, aligned()), (2**30, torch.ones(4, 4)), (-1, aligned()[4:])):
+        launching.launch(kernel, GRID, (rows, 0.5, x, (x, 3), None), (16, True))
+    assert len(kernel.compiled) == 1
+
+
+def test_keys_do_not_pile_up(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller that plans one launch per shape, over a run in which every batch has another."""
+    monkeypatch.setattr(launching, "_COMPILED_KEPT", 4)
+    for shape in range(50):
+        for _ in range(2):
+            launching.launch_as(("plan", shape), kernel, GRID, (shape,), ())
+        assert len(launching._compiled) <= 4
+    assert len(kernel.compiled) == 50
+    assert len(kernel.launched) == 50
