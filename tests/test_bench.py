@@ -133,12 +133,12 @@ def test_rows_and_header_and_exit_code(capsys: pytest.CaptureFixture[str], tmp_p
         (op, name, provider)
         for op, names in (("double", ("add", "host sync")), ("double_", ("two views of one buffer", "baseline that returns")))
         for name in names
-        for provider in ("thdops", "eager", "compiled")
+        for provider in ("thdops", "op compiled", "eager", "compiled")
     ] + [("unbenched", "none", "-")]
     for row in document["rows"][:-1]:
         assert row["us"] > 0
         assert not row["failed"]
-        assert (row["speedup"] is None) == (row["provider"] == "thdops")
+        assert (row["speedup"] is None) == (row["provider"] in ("thdops", "op compiled"))
         assert row["unit"] == "GB/s"
     out = capsys.readouterr().out
     assert "host sync" in out
@@ -151,7 +151,7 @@ def test_a_wrong_result_gets_no_speed_up(capsys: pytest.CaptureFixture[str], tmp
     assert _run("wrong", "double", "--cpu", "--json", str(file)) == 1
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
-    assert lines[lines.index("wrong: off by a little") + 1].startswith("  thdops    WRONG: result 0: error up to")
+    assert lines[lines.index("wrong: off by a little") + 1].startswith("  thdops      WRONG: result 0: error up to")
     rows = json.loads(file.read_text())["rows"]
     assert [r["speedup"] for r in rows if r["op"] == "wrong"] == [None]
     assert len([r for r in rows if r["op"] == "double"]) == 6, "the run goes on behind a wrong op"
@@ -161,9 +161,9 @@ def test_a_wrong_result_gets_no_speed_up(capsys: pytest.CaptureFixture[str], tmp
 def test_a_bench_that_raises_does_not_end_the_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("failing", "--cpu") == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[lines.index("failing: a matrix") + 1] == "  -         FAILED: ValueError: x must be 1-D, got 2-D; flatten it"
+    assert lines[lines.index("failing: a matrix") + 1] == "  -           FAILED: ValueError: x must be 1-D, got 2-D; flatten it"
     behind = lines[lines.index("failing: a vector") + 1 :]
-    assert [line.split()[0] for line in behind] == ["thdops", "eager", "compiled"]
+    assert [line.split()[0] for line in behind] == ["thdops", "op", "eager", "compiled"]
 
 
 def test_unknown_op(capsys: pytest.CaptureFixture[str]) -> None:

@@ -119,7 +119,7 @@ class PackSpec:
 
     def fits(self, documents: Iterable[Document]) -> bool:
         """Whether these documents fit, by their number and lengths."""
-        return self.misfit("fits", [document_length(document) for document in documents]) is None
+        return self.misfit("fits", [document_length("fits", i, document) for i, document in enumerate(documents)]) is None
 
     def pack(self, documents: Iterable[Document], *, split: bool = False) -> Iterator[list[Document]]:
         """`pack_documents` with this capacity: every list it yields can be loaded."""
@@ -143,9 +143,15 @@ def check_capacity(op: str, max_tokens: int, max_seqs: int, pad_multiple: int, m
 # --- documents --------------------------------------------------------------------------------------------------------------------
 
 
-def document_length(document: Document) -> int:
+def document_length(op: str, i: int, document: Document) -> int:
     """How many tokens a document has, without converting it."""
-    return len(document["tokens"] if isinstance(document, Mapping) else document)
+    if isinstance(document, Mapping) and "tokens" not in document:
+        raise refusal(op, f"documents[{i}]", "hold tokens", f"only {', '.join(map(str, document)) or 'nothing'}", "name them so")
+    try:
+        return len(document["tokens"] if isinstance(document, Mapping) else document)
+    except TypeError as error:
+        fix = "documents is a list of documents, one entry each"
+        raise refusal(op, f"documents[{i}]", "have a length", type(document).__name__, fix, TypeError) from error
 
 
 class Columns(NamedTuple):
@@ -188,7 +194,23 @@ def _column(op: str, argument: str, value: Any, dtype: torch.dtype, shape: tuple
         raise refusal(op, argument, f"hold {wanted}", dtype_of(column), "convert it", TypeError)
     if length is not None and column.shape[0] != length:
         raise refusal(op, argument, f"have one entry per token ({length})", column.shape[0], "align it with the tokens")
+    _check_range(op, argument, column, dtype)
     return column
+
+
+def _check_range(op: str, argument: str, column: Tensor, dtype: torch.dtype) -> None:
+    """Integers that `dtype` cannot hold would wrap around silently."""
+    if column.dtype == torch.bool or column.is_floating_point() or dtype.is_floating_point or dtype.is_complex:
+        return
+    given, held = torch.iinfo(column.dtype), torch.iinfo(dtype)
+    if held.min <= given.min and given.max <= held.max:
+        return
+    outside = [
+        value for value in (column.numpy().min(initial=0), column.numpy().max(initial=0)) if not held.min <= value <= held.max
+    ]
+    if outside:
+        name = str(dtype).removeprefix("torch.")
+        raise refusal(op, argument, f"hold {name} ({held.min} to {held.max})", int(outside[0]), "declare a wider dtype")
 
 
 def read_documents(op: str, documents: Iterable[Document], spec: PackSpec) -> Columns:
@@ -279,12 +301,15 @@ def write_pack(out: Mapping[str, Tensor], columns: Columns, spec: PackSpec) -> N
     labels[:-1] = targets[1:]
     labels[(valid[1 : count + 1] - 1)[lengths > 0]] = IGNORE_INDEX
 
+    # Read all before anything is written: documents may be views of the pack itself.
+    extras = {extra.name: flatten(extra.name) for extra in spec.extras}
+
     place("tokens", tokens, spec.pad_token)
     place("labels", labels, IGNORE_INDEX)
     place("positions", (token - torch.repeat_interleave(valid[:count], lengths)).int(), 0)
     place("padding_mask", torch.zeros(total, dtype=torch.bool, device=_CPU), True)
-    for extra in spec.extras:
-        place(extra.name, flatten(extra.name), 0)
+    for name, flat in extras.items():
+        place(name, flat, 0)
 
     tail = spec.max_tokens - end
     if spec.tail == "sequence" and tail:
@@ -305,7 +330,7 @@ def _pieces(document: Document, length: int, limit: int) -> Iterator[tuple[Docum
     for start in range(0, length, limit):
         stop = min(start + limit, length)
         if isinstance(document, Mapping):
-            yield {name: value[start:stop] for name, value in document.items()}, stop - start
+            yield {name: None if value is None else value[start:stop] for name, value in document.items()}, stop - start
         else:
             sliceable: Any = document
             yield sliceable[start:stop], stop - start
@@ -332,7 +357,8 @@ def pack_documents(
             document slices to views). Each piece is then a document of its own: its last token predicts nothing.
 
     Raises:
-        ValueError: the capacity is inconsistent; without `split`, a document that no pack can hold.
+        ValueError: the capacity is inconsistent; a document without tokens; without `split`, one that no pack can hold.
+        TypeError: a document that has no length.
     """
     op = "pack_documents"
     check_capacity(op, max_tokens, max_seqs, pad_multiple, max_seqlen)
@@ -346,7 +372,7 @@ def _greedy(
     pack: list[Document] = []
     used = 0
     for i, document in enumerate(documents):
-        length = document_length(document)
+        length = document_length(op, i, document)
         if length > limit and not split:
             fix = "pass split=True to cut it, or raise the capacity"
             raise refusal(op, f"documents[{i}]", f"have at most {limit} tokens, the most one pack can hold", length, fix)

@@ -157,13 +157,15 @@ def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
 
 
 def run_bench(registry: Registry, spec: OpSpec, bench: Bench, device: torch.device, roofline: Roofline | None) -> Iterator[Row]:
-    """The rows of one bench: op, eager baseline, compiled baseline. `roofline` is None where there is none (CPU)."""
+    """The rows of one bench: the op, the op in a compiled function, the baseline eager and compiled. `roofline` is None on CPU."""
     op = getattr(getattr(torch.ops, registry.namespace), spec.name)
     written = [i for i, a in enumerate(registry.schema(spec.name).arguments) if a.name in spec.mutates]
     args = bench.make()
     cost = spec.cost(*args)
     torch._dynamo.reset()
-    compiled = torch.compile(bench.baseline, dynamic=False, backend="inductor" if device.type == "cuda" else "eager")
+    backend = "inductor" if device.type == "cuda" else "eager"
+    compiled = torch.compile(bench.baseline, dynamic=False, backend=backend)
+    compiled_op = torch.compile(lambda *given: op(*given), dynamic=False, fullgraph=True, backend=backend)
 
     # All comparisons come before any timing: a timed op that mutates does so many times, on the very arguments.
     ours = call_results(op, clone_arguments(args), written)
@@ -189,6 +191,7 @@ def run_bench(registry: Registry, spec: OpSpec, bench: Bench, device: torch.devi
 
     row = time("thdops", op)
     yield row
+    yield time("op compiled", compiled_op)
     yield time("eager", bench.baseline, row)
     if compiled_failure:
         yield Row(spec.name, bench.name, "compiled", note=compiled_failure)
@@ -280,13 +283,13 @@ _WIDTHS = {"us": 11, "spread": 8, "rate": 15, "roofline": 10, "+us": 10, "host u
 
 
 def _columns() -> str:
-    return " " * 11 + "".join(f"{title:>{width}}" for title, width in _WIDTHS.items())
+    return " " * 13 + "".join(f"{title:>{width}}" for title, width in _WIDTHS.items())
 
 
 def format_row(row: Row) -> str:
     """One line of the table, below a line that names op and bench; a row without numbers shows its note instead."""
     if row.us is None:
-        return f"  {row.provider:<9} {row.note}"
+        return f"  {row.provider:<11} {row.note}"
     cells = (
         f"{row.us:.2f}" + ("*" if row.how == "events" else ""),
         f"{row.spread:.1%}",
@@ -297,7 +300,7 @@ def format_row(row: Row) -> str:
         f"{row.speedup:.2f}x" if row.speedup is not None else "",
     )
     line = "".join(f"{cell:>{width}}" for cell, width in zip(cells, _WIDTHS.values(), strict=True))
-    return f"  {row.provider:<9}{line}" + (f"  * {row.note}" if row.note else "")
+    return f"  {row.provider:<11}{line}" + (f"  * {row.note}" if row.note else "")
 
 
 def _working(text: str) -> AbstractContextManager[Any]:

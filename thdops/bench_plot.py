@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from thdops.bench import Row
 
-_COLOURS = {"thdops": "#1b7837", "eager": "#bdbdbd", "compiled": "#6baed6"}
+_COLOURS = {"thdops": "#1b7837", "op compiled": "#a6dba0", "eager": "#bdbdbd", "compiled": "#6baed6"}
 
 
 def draw(path: Path, rows: Sequence[Row], facts: Mapping[str, str]) -> None:
@@ -28,11 +28,11 @@ def draw(path: Path, rows: Sequence[Row], facts: Mapping[str, str]) -> None:
     figure = Figure(figsize=(15, max(4.0, 0.6 * len(labels) + 2)), layout="constrained")
     bars, floors = figure.subplots(1, 2)
 
-    for shift, (provider, colour) in zip((-0.27, 0.0, 0.27), _COLOURS.items(), strict=True):
+    for shift, (provider, colour) in zip((-0.3, -0.1, 0.1, 0.3), _COLOURS.items(), strict=True):
         mine = [row for row in timed if row.provider == provider]
         places = [labels.index(f"{row.op}\n{row.bench}") + shift for row in mine]
         times = [row.us or 0.0 for row in mine]
-        bars.barh(places, times, height=0.25, color=colour, label=provider)
+        bars.barh(places, times, height=0.2, color=colour, label=provider)
         for place, row in zip(places, mine, strict=True):
             note = f" {row.us:.1f}" + (f"  ({row.speedup:.1f}x)" if row.speedup else "")
             bars.text(row.us or 0.0, place, note, va="center", fontsize=7)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from meta_kernels.contract import check_cu_seqlens, dtype_of, refusal, shape_of
+from meta_kernels.contract import check_count, check_cu_seqlens, dtype_of, refusal, shape_of
 from thdops._documents import FIELDS, IGNORE_INDEX, Document, Extra, PackSpec, Tail, pack_documents, read_documents, write_pack
 
 __all__ = ["IGNORE_INDEX", "Document", "Extra", "PackSpec", "PackedSequences", "PackedSlots", "pack_documents", "validate"]
@@ -46,10 +46,11 @@ def validate(
         TypeError: a dtype other than int32 and int64, or two different ones.
         ValueError: anything else: shapes or devices that differ, the overflow mark of `cu_seqlens_from_positions`, a first entry
             other than 0, a decreasing or negative entry, a valid length above its padded one, an end beyond `total_tokens`, a
-            length above `max_seqlen`, an offset that is no multiple of `pad_multiple`.
+            length above `max_seqlen`, an offset that is no multiple of `pad_multiple`, a `pad_multiple` below 1.
     """
     op = "validate"
     check_cu_seqlens(op, cu_seqlens, cu_seqlens_padded)
+    check_count(op, "pad_multiple", pad_multiple, 1)
     valid: list[int] = cu_seqlens.tolist()
     if all(entry == -1 for entry in valid):
         fix = "cu_seqlens_from_positions found more sequences than its max_seqs and marked the batch, raise max_seqs"
@@ -237,7 +238,8 @@ class PackedSequences:
             The pack itself.
 
         Raises:
-            ValueError: too many documents or tokens, a document above `max_seqlen`, a wrong shape, length, name or device.
+            ValueError: too many documents or tokens, a document above `max_seqlen`, a wrong shape, length, name or device, an
+                integer that its dtype cannot hold.
             TypeError: a document that is no numbers, or not integers.
             RuntimeError: a CUDA graph is being captured.
             Nothing is written before an error.

@@ -383,7 +383,7 @@ def _mutation_hooks(
     functional = spec.name.rstrip("_")
 
     def written(args: tuple[Any, ...]) -> list[Tensor]:
-        return [t for i in positions for t in (args[i] if isinstance(args[i], (list, tuple)) else (args[i],))]
+        return [t for i in positions for t in ((args[i],) if isinstance(args[i], Tensor) else args[i])]
 
     def before(args: tuple[Any, ...]) -> None:
         if forward_ad._current_level >= 0:
@@ -398,7 +398,10 @@ def _mutation_hooks(
 
     def after(args: tuple[Any, ...]) -> None:
         # A tensor that was saved for backward must be seen as changed. Inference tensors have no version.
-        torch.autograd.graph.increment_version([t for t in written(args) if not t.is_inference()])
+        tensors = written(args)
+        if torch.is_inference_mode_enabled():
+            tensors = [t for t in tensors if not t.is_inference()]
+        torch.autograd.graph.increment_version(tensors)
 
     return before, after
 

@@ -155,7 +155,7 @@ def _call(
         raise refusal(
             "attention", "dropout_p", "be 0.0 (dropout in attention is not supported)", dropout_p, "drop values elsewhere"
         )
-    if len(window) != 2:
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise refusal("attention", "window", "be a pair (left, right)", window, "pass -1 for an unbounded side")
     q, k, v = _autocast(q, k, v)
     return Call(
