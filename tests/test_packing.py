@@ -161,6 +161,26 @@ def test_extras_have_their_own_dtype_and_shape() -> None:
     assert pack.unpack(pack.extras["image"])[2].tolist() == [[2, 3], [4, 5]]
 
 
+def test_integers_at_the_ends_of_their_dtype_are_kept() -> None:
+    extras = (Extra("small", torch.uint8), Extra("large", torch.uint64))
+    pack = PackedSequences.allocate(4, 2, extras=extras)
+    pack.load_([{"tokens": np.array([0, 2**63 - 1], dtype=np.uint64), "small": [0, 255], "large": torch.tensor([0, 2**63 - 1])}])
+    assert pack.tokens.tolist() == [0, 2**63 - 1, 0, 0]
+    assert pack.extras["small"].tolist() == [0, 255, 0, 0]
+    assert pack.extras["large"].tolist() == [0, 2**63 - 1, 0, 0]
+
+
+def test_documents_may_be_views_of_the_pack_itself() -> None:
+    """Whatever is written first must not be what a later column is read from."""
+    pack = PackedSequences.allocate(8, 3, extras=(Extra("weight", torch.int32), Extra("place", torch.int32)))
+    pack.load_([{"tokens": [1, 2], "weight": [10, 20], "place": [0, 0]}, {"tokens": [3, 4], "weight": [30, 40], "place": [5, 6]}])
+    old = {name: pack.unpack(rows)[1] for name, rows in pack.token_like().items()}
+    pack.load_([{"tokens": old["tokens"], "weight": old["positions"], "place": old["weight"]}])
+    assert pack.tokens.tolist() == [3, 4, 0, 0, 0, 0, 0, 0]
+    assert pack.extras["weight"].tolist() == [0, 1, 0, 0, 0, 0, 0, 0]
+    assert pack.extras["place"].tolist() == [30, 40, 0, 0, 0, 0, 0, 0]
+
+
 def test_a_default_device_does_not_catch_host_tensors() -> None:
     torch.set_default_device("meta")
     try:
@@ -220,6 +240,24 @@ REFUSED_LOADS = {
     "an extra is missing": (WITH_EXTRA, [[1, 2]], ValueError, r"documents\[0\] must hold tokens, weight and.*got no weight"),
     "an unknown name": (SMALL, [{"tokens": [1], "mask": [1]}], ValueError, "got also mask"),
     "an extra of another dtype": (WITH_EXTRA, [{"tokens": [1], "weight": [0.5]}], TypeError, "must hold int32, got float32"),
+    "an extra above its dtype": (
+        WITH_EXTRA,
+        [{"tokens": [1], "weight": [2**40]}],
+        ValueError,
+        r"must hold int32 \(-2.*got 1099511627776",
+    ),
+    "an extra below its dtype": (
+        PackSpec(max_tokens=8, max_seqs=3, extras=(Extra("weight", torch.uint8),)),
+        [{"tokens": [1, 2], "weight": [255, -1]}],
+        ValueError,
+        r"\['weight'\] must hold uint8 \(0 to 255\), got -1; it would wrap around",
+    ),
+    "a token above int64": (
+        SMALL,
+        [np.array([1, 2**63 + 1], dtype=np.uint64)],
+        ValueError,
+        "must hold int64 .*got 9223372036854775809",
+    ),
     "a pack of another spec": (SMALL, PackedSequences.allocate(8, 2), ValueError, "must be a pack of this spec"),
 }
 
@@ -309,6 +347,7 @@ def test_unpack_refuses_other_row_counts() -> None:
             r"cu_seqlens_padded\[1\] must be a multiple of pad_multiple \(4\), got 6",
         ),
         ({"cu_seqlens": CU([0, 4]), "total_tokens": 10, "pad_multiple": 4}, ValueError, "total_tokens must be a multiple"),
+        ({"cu_seqlens": CU([0, 4]), "pad_multiple": 0}, ValueError, "pad_multiple must be at least 1, got 0"),
     ],
 )
 def test_validate_names_what_is_wrong(arguments: dict[str, object], error: type[Exception], text: str) -> None:
@@ -407,6 +446,20 @@ def test_pack_documents_refuses_or_splits_long_documents() -> None:
     assert second["weight"].tolist() == [8]  # type: ignore[index]
     with pytest.raises(ValueError, match="max_tokens must be a multiple of pad_multiple"):
         pack_documents([], 10, 4, pad_multiple=4)
+    without = {"tokens": [1, 2, 3], "labels": None}  # None says that there are none, as load_ takes it
+    assert list(pack_documents([without], 2, 1, split=True)) == [
+        [{"tokens": [1, 2], "labels": None}],
+        [{"tokens": [3], "labels": None}],
+    ]
+
+
+def test_what_has_no_length_is_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"pack_documents: documents\[1\] must have a length, got int; documents is a list"):
+        list(pack_documents([[1], 5], 8, 4))  # type: ignore[list-item]
+    with pytest.raises(TypeError, match=r"fits: documents\[0\] must have a length, got Tensor"):
+        SMALL.fits([torch.tensor(5)])
+    with pytest.raises(ValueError, match=r"pack_documents: documents\[0\] must hold tokens, got only labels; name them so"):
+        list(pack_documents([{"labels": [1]}], 8, 4))
 
 
 # --- slots ------------------------------------------------------------------------------------------------------------------------

@@ -205,12 +205,13 @@ def _check_range(op: str, argument: str, column: Tensor, dtype: torch.dtype) -> 
     given, held = torch.iinfo(column.dtype), torch.iinfo(dtype)
     if held.min <= given.min and given.max <= held.max:
         return
-    outside = [
-        value for value in (column.numpy().min(initial=0), column.numpy().max(initial=0)) if not held.min <= value <= held.max
-    ]
-    if outside:
-        name = str(dtype).removeprefix("torch.")
-        raise refusal(op, argument, f"hold {name} ({held.min} to {held.max})", int(outside[0]), "declare a wider dtype")
+    unsigned = column.dtype == torch.uint64  # read as int64, what is above 2**63 - 1 is negative
+    wide = column.view(torch.int64) if unsigned else column.long()
+    outside = wide[(wide < (0 if unsigned else held.min)) | (wide > min(held.max, 2**63 - 1))]
+    if outside.numel():
+        value = int(outside[0])
+        wanted = f"hold {str(dtype).removeprefix('torch.')} ({held.min} to {held.max})"
+        raise refusal(op, argument, wanted, value + 2**64 if unsigned and value < 0 else value, "it would wrap around")
 
 
 def read_documents(op: str, documents: Iterable[Document], spec: PackSpec) -> Columns:
