@@ -33,12 +33,49 @@ def _default(x: Tensor, cu_seqlens: Tensor, scale: float = 2.0) -> None: ...
 def _no_default(x: Tensor, cu_seqlens: Tensor, scale: float) -> None: ...
 
 
+def _scaled(x: Tensor, cu_seqlens: Tensor, scale: float = 1.0) -> None: ...
+
+
+def _keyword_only(x: Tensor, cu_seqlens: Tensor, *, scale: float = 1.0) -> None: ...
+
+
+def _swallows(x: Tensor, *cu_seqlens: Tensor) -> None: ...
+
+
 SCALED = "(Tensor x, Tensor cu_seqlens, float scale=1.0) -> (Tensor y, Tensor squares)"
 DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a schema that does not parse": ({"schema": "(Tensor x"}, r"schema '\(Tensor x' does not parse: "),
     "a keyword-only tensor": (
         {"schema": "(Tensor x, *, Tensor cu_seqlens) -> (Tensor y, Tensor squares)"},
-        r"tensors must be positional in the schema, \['cu_seqlens'\] are keyword-only; move them before",
+        r"arguments must be positional in the schema, \['cu_seqlens'\] are keyword-only; leave out",
+    ),
+    "a keyword-only number": (
+        {"schema": SCALED.replace("float", "*, float"), "check": _scaled, "fake": _scaled, "reference": _scaled},
+        r"arguments must be positional in the schema, \['scale'\] are keyword-only; leave out",
+    ),
+    "a number that can be given by keyword only": (
+        {"schema": SCALED, "check": _keyword_only},
+        "check and schema disagree: argument 'scale' cannot be given by position here",
+    ),
+    "an argument that swallows the rest": (
+        {"check": _swallows},
+        "check and schema disagree: argument 'cu_seqlens' cannot be given by position here",
+    ),
+    "an overload": (
+        {"schema": ".out(Tensor x, Tensor cu_seqlens) -> (Tensor y, Tensor squares)"},
+        "the schema must have no overload, got 'out'; register one op per signature",
+    ),
+    "no tensor at all": (
+        {"schema": "(int x, int cu_seqlens) -> (Tensor y, Tensor squares)"},
+        "a schema needs a tensor that is always",
+    ),
+    "no tensor that is always given": (
+        {"schema": "(Tensor? x, Tensor? cu_seqlens) -> (Tensor y, Tensor squares)"},
+        "a schema needs a tensor that is always given",
+    ),
+    "a write that may be left out": (
+        {"schema": "(Tensor x, Tensor(a!)? cu_seqlens) -> ()", "mutates": ("cu_seqlens",)},
+        r"tensors that are written must always be given, \['cu_seqlens'\] are optional; leave out the",
     ),
     "a write that the spec does not name": (
         {"schema": "(Tensor(a!) x, Tensor cu_seqlens) -> ()"},
@@ -86,6 +123,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a fake of other arguments": ({"fake": _default}, "fake and schema disagree: "),
     "a reference of other arguments": ({"reference": _default}, "reference and schema disagree: "),
+    "eager code of other arguments": ({"eager": _default}, "eager and schema disagree: "),
 }
 
 
@@ -102,6 +140,20 @@ def test_a_name_is_taken_once() -> None:
     with pytest.raises(ValueError, match="the name is taken; registering twice is an error, choose another name"):
         register(third_party_op.GOOD, third_party_op.REGISTRY)
     assert len(third_party_op.REGISTRY) == 2
+
+
+@pytest.mark.parametrize("name", ["double_rows.out", "double rows", "2rows", ""])
+def test_a_name_that_is_no_name_is_refused_and_nothing_is_registered(name: str, registry: Registry) -> None:
+    with pytest.raises(ValueError, match=r"the name must be a Python identifier without an overload; choose another name"):
+        register(replace(GOOD, name=name), registry)
+    assert len(registry) == 0
+
+
+def test_a_name_that_another_registry_of_the_namespace_has_taken_is_refused() -> None:
+    registry = Registry(third_party_op.REGISTRY.namespace)
+    with pytest.raises(ValueError, match=r"^register\(third_party::double_rows\): torch refuses the definition: Tried to register"):
+        register(GOOD, registry)
+    assert len(registry) == 0
 
 
 def test_the_launcher_is_held_against_the_schema_when_it_is_loaded() -> None:

@@ -104,8 +104,8 @@ class Bench:
 class OpSpec:
     """Everything about one op. Pieces that disagree are refused by `register()`.
 
-    `check`, `fake`, `reference` and the CUDA launcher all take exactly the schema's arguments, by the same names, in the same
-    order, with the same defaults. `check` raises `TypeError` or `ValueError`; `fake` allocates what the launcher allocates.
+    `check`, `fake`, `reference`, `eager` and the CUDA launcher all take exactly the schema's arguments, by the same names, in the
+    same order, with the same defaults. `check` raises `TypeError` or `ValueError`; `fake` allocates what the launcher allocates.
     `reference` is eager PyTorch on any device and dtype (fp64 included), differentiable by autograd, and the specification.
     `cuda` is "module:function", imported when it is first called.
     """
@@ -186,7 +186,10 @@ def register(spec: OpSpec, registry: Registry) -> torch._ops.OpOverload:
     qualified = f"{registry.namespace}::{spec.name}"
     schema = _checked_schema(qualified, spec, registry)
     library = registry.library
-    library.define(f"{spec.name}{spec.schema}", tags=spec.tags)
+    try:
+        library.define(f"{spec.name}{spec.schema}", tags=spec.tags)
+    except RuntimeError as error:  # another registry, or another library, has an op of this name
+        raise ValueError(f"register({qualified}): torch refuses the definition: {str(error).strip().splitlines()[0]}") from error
     library.impl(spec.name, _cpu_kernel(spec, schema), "CPU")
     library.impl(spec.name, _cuda_kernel(spec, schema), "CUDA")
     torch.library.register_fake(qualified, _fake_kernel(spec, schema), lib=library)
@@ -205,14 +208,23 @@ def _checked_schema(qualified: str, spec: OpSpec, registry: Registry) -> torch._
 
     if spec.name in registry:
         raise disagree("the name is taken; registering twice is an error, choose another name")
+    if not spec.name.isidentifier():
+        raise disagree("the name must be a Python identifier without an overload; choose another name")
     try:
         schema = torch._C.parse_schema(qualified + spec.schema)
     except RuntimeError as error:
         raise disagree(f"schema {spec.schema!r} does not parse: {str(error).strip().splitlines()[0]}") from error
 
-    keyword_tensors = [a.name for a in schema.arguments if a.kwarg_only and "Tensor" in str(a.type)]
-    if keyword_tensors:
-        raise disagree(f"tensors must be positional in the schema, {keyword_tensors} are keyword-only; move them before '*'")
+    if schema.overload_name:
+        raise disagree(f"the schema must have no overload, got {schema.overload_name!r}; register one op per signature")
+    keyword_only = [a.name for a in schema.arguments if a.kwarg_only]
+    if keyword_only:
+        raise disagree(f"arguments must be positional in the schema, {keyword_only} are keyword-only; leave out the '*'")
+    if not any(str(a.type) in ("Tensor", "List[Tensor]") for a in schema.arguments):
+        raise disagree("a schema needs a tensor that is always given, or no call of it has a device; add one")
+    maybe_written = [a.name for a in schema.arguments if a.alias_info is not None and "Optional" in str(a.type)]
+    if maybe_written:
+        raise disagree(f"tensors that are written must always be given, {maybe_written} are optional; leave out the '?'")
     written = tuple(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
     if written != tuple(spec.mutates):
         raise disagree(f"the schema writes {list(written)} but the spec says mutates={list(spec.mutates)}; make them equal")
@@ -231,7 +243,7 @@ def _checked_schema(qualified: str, spec: OpSpec, registry: Registry) -> torch._
         raise disagree("pads_zeroed is promised but the spec has no padding function, so nothing could check it")
     if not _LAUNCHER.match(spec.cuda):
         raise disagree(f"cuda must read 'module:function', got {spec.cuda!r}")
-    for piece in ("check", "fake", "reference"):
+    for piece in ("check", "fake", "reference", *(("eager",) if spec.eager else ())):
         difference = _signature_difference(schema, getattr(spec, piece))
         if difference:
             raise disagree(f"{piece} and schema disagree: {difference}")
@@ -248,6 +260,8 @@ def _signature_difference(schema: torch._C.FunctionSchema, function: Callable[..
     if list(parameters) != wanted:
         return f"arguments are {list(parameters)}, the schema has {wanted}"
     for argument in schema.arguments:
+        if parameters[argument.name].kind not in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD):
+            return f"argument {argument.name!r} cannot be given by position here"
         default = parameters[argument.name].default
         has_default = default is not inspect.Parameter.empty
         if has_default != argument.has_default_value() or (has_default and default != argument.default_value):
