@@ -42,7 +42,7 @@ def test_equal_offsets_in_one_tensor_or_several_case_2(device: str) -> None:
 
     def step(padded: Tensor | None) -> list[Tensor]:
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        out = thdops.attention(*leaves, cu, causal=True, cu_seqlens_q_padded=padded, deterministic=True)
+        out = thdops.attention(leaves[0], leaves[1], leaves[2], cu, causal=True, cu_seqlens_q_padded=padded, deterministic=True)
         return [out, *torch.autograd.grad(out.float().sum(), leaves)]
 
     plain = step(None)

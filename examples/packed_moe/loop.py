@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from packed_moe import checkpoint
-from packed_moe.checks import Check, check_history, check_padding
+from packed_moe.checks import Check, check_compiled, check_history, check_padding
 from packed_moe.config import Config
 from packed_moe.data import Documents, draw
 from packed_moe.modes import make_runner
@@ -97,6 +97,7 @@ def run_mode(mode: str, config: Config, documents: Documents, schedule: Schedule
                 progress.update(done, float(history[step, 0]))
                 if check_now:
                     checks += check_padding(trainer, mode, f"after step {done}")
+                    checks += check_compiled(trainer, f"after step {done}") if mode == "compile" else []
                 if save_now:
                     saved = {"run": identity, "step": done, "state": trainer.state(), "history": history[:done]}
                     checkpoint.save(path, saved)
