@@ -5,6 +5,7 @@ On CPU they run in Triton's interpreter, every address held against the tensors'
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -213,6 +214,28 @@ def test_zero_fill_of_expanded_tensors(kind: str) -> None:
     x = EXPANDED[kind](torch.arange(1.0, 169.0, device=DEVICE).view(14, 3, 4))
     cu_seqlens, padded = prefix([3, 5]), prefix([4, 8])
     assert same(kernel("zero_fill")(x, cu_seqlens, padded), reference.zero_fill(x, cu_seqlens, padded))
+
+
+FAR_APART = {  # more than a test can allocate: what is told to the kernel must do
+    "rows": ((4, 16), (2**32, 1)),
+    "heads": ((4, 2, 16), (16, 2**32, 1)),
+    "heads beside others": ((4, 3, 2, 16), (96, 16, 2**32, 1)),
+    "one wide row": ((1, 2**32 + 4), (2**32 + 4, 1)),
+}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+@pytest.mark.parametrize("what", FAR_APART)
+def test_no_product_of_a_size_and_its_unit_wraps_around(what: str) -> None:
+    """A size that fits in 32 bits reaches the kernel as an int32, and so does its product with UNIT (16 GiB and up)."""
+    from thdops.ops.padding.kernels_zero_fill import _zero_fill_plan
+
+    shape, stride = FAR_APART[what]
+    x = torch.empty(2**33 + 128, device="meta").as_strided(shape, stride)
+    for step in _zero_fill_plan([x], [1]):
+        _, unit, *_ = step.constexprs
+        for size in (size for job in step.sizes for size in job):
+            assert size >= 2**31 or size * unit < 2**31
 
 
 OVERLAPPING = {

@@ -203,7 +203,8 @@ def _zero_fill_step(tensors: list[Tensor], sequences: list[int], runs: list[tupl
     aligned = min(
         _alignment(tensors[i].data_ptr() + offset, stride, dims) for stride, (i, offset, dims) in zip(strides, runs, strict=True)
     )
-    if max(strides) >= 2**34:  # a stride that fits in 32 bits must still fit when the kernel has multiplied it by UNIT
+    lengths = [max(dims.outer_stride, dims.middle_stride, dims.outer * dims.middle * dims.inner) for _, _, dims in runs]
+    if max(*strides, *lengths) >= 2**34:  # what fits in 32 bits must still fit when the kernel has multiplied it by UNIT
         aligned = min(aligned, 8)
     widths = [dims.outer * dims.middle * dims.inner // min(aligned, 8) for _, _, dims in runs]
     block_w = min(next_power_of_2(max(widths)), _BLOCK_W)
