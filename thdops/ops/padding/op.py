@@ -46,7 +46,10 @@ def zero_fill_(
     cu_seqlens: Tensor | Sequence[Tensor],
     cu_seqlens_padded: Tensor | Sequence[Tensor] | None = None,
 ) -> None:
-    """Write +0.0 to the padding rows of one tensor or several, in place, in one launch. Nothing of the tensors is read.
+    """Write +0.0 to the padding rows of one tensor or several, in place.
+
+    On CUDA up to eight tensors (fewer where a row has more than two strides) are one launch, which reads nothing of them and
+    writes padding rows only. The CPU reference writes valid rows too, with what they hold.
 
     Args:
         tensors: `[T_i, ...]` each, of different row counts, widths, dtypes and strides, slices of one buffer included.
