@@ -176,6 +176,12 @@ def _silent_second(ctx: Any, g: Tensor | None, s: Tensor | None) -> tuple[Tensor
     return constant * (s is not None) + linear, None
 
 
+def _unpacks_twice(ctx: Any, g: Tensor | None, s: Tensor | None) -> tuple[Tensor | None, None]:
+    x, _ = ctx.saved_tensors
+    return (None if x is None else torch.ops.third_party.double_rows_grad(g, s, *ctx.saved_tensors)), None
+
+
+_broken("unpacks_twice", backward=_unpacks_twice)
 _broken("drops_squares", backward=_drops_squares)
 _broken("assumes_contiguous", backward=_assumes_contiguous)
 _broken("silent_second", backward=_silent_second)

@@ -260,3 +260,22 @@ def test_second_derivatives_are_refused() -> None:
     (dq,) = torch.autograd.grad(thdops.attention(q, k, v, cu).square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="double backward"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"window": 4}, ValueError, "window must be a pair of integers (left, right), got 4; pass -1 for an unbounded side"),
+        ({"window": (1.5, 0)}, ValueError, "window must be a pair of integers (left, right), got (1.5, 0); pass -1"),
+        ({"scale": torch.ones(())}, TypeError, "scale must be a number, got a tensor; it has no gradient; scale q to learn one"),
+        ({"softcap": torch.ones(())}, TypeError, "softcap must be a number, got a tensor"),
+    ],
+)
+def test_options_of_another_kind_are_refused_by_name(options: dict[str, Any], error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=re.escape(f"attention: {text}")):
+        thdops.attention(*_small(), **options)
+
+
+def test_attention_runs_on_meta_tensors() -> None:
+    q, k, v, cu = (x.to("meta") for x in _small())
+    assert thdops.attention(q, k, v, cu, causal=True).shape == q.shape

@@ -32,6 +32,7 @@ CAUGHT = [
     ("malformed metadata", "raises_on_malformed", "ValueError: decreasing"),
     ("gradients", "drops_squares", "gradient of x from squares"),
     ("gradient strides", "assumes_contiguous", "the gradient of y being expanded"),
+    ("checkpoint", "unpacks_twice", "cannot be checkpointed"),
     ("double backward", "silent_second", "second derivative"),
     ("forward mode", "drops_tangents", "forward_ad: accepted, and the tangent is dropped"),
     ("compile", "fake_reads_values", "data-dependent"),

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
 
 from thdops.conformance.case import (
     Arguments,
@@ -129,6 +130,26 @@ def _grad_variants(grad: Tensor) -> Iterator[tuple[str, Tensor, Tensor]]:
         yield "row-expanded", row.expand(grad.shape).contiguous(), row.expand(grad.shape)
     for name, strided in restrided(grad):
         yield name, grad, strided
+
+
+def check_checkpoint(case: OpUnderTest) -> None:
+    """Under activation checkpointing the gradients are those without it, bit for bit: what is saved is unpacked once."""
+    for sample in case.compile_samples():
+        if not grad_slots(case, sample.args):
+            continue
+        with naming(sample.name):
+            upstream = upstream_for(case, sample.args)
+            plain = gradients(case, case.op, sample.args, upstream)
+            try:
+                again = gradients(case, _checkpointed(case.op), sample.args, upstream)
+            except RuntimeError as error:  # CheckpointError is one
+                raise CheckFailed(f"cannot be checkpointed: {describe(error)}") from error
+            for slot, actual in again.items():
+                close(f"gradient of {slot} under checkpointing", actual, plain[slot], 0.0, 0.0 if case.spec.deterministic else 1.0)
+
+
+def _checkpointed(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args: checkpoint(function, *args, use_reentrant=False)
 
 
 def check_double_backward(case: OpUnderTest) -> None:

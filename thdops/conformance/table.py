@@ -84,6 +84,7 @@ CHECKS: tuple[Check, ...] = (
     Check("malformed metadata", memory.check_malformed_metadata, OpUnderTest.has_metadata),
     Check("gradients", gradients.check_gradients, gradients.differentiable),
     Check("gradient strides", gradients.check_gradient_strides, gradients.differentiable),
+    Check("checkpoint", gradients.check_checkpoint, gradients.differentiable),
     Check("double backward", gradients.check_double_backward, _takes_floats),
     Check("forward mode", gradients.check_forward_mode, _takes_floats),
     Check("compile", compiled.check_compile, _always),

@@ -155,8 +155,11 @@ def _call(
         raise refusal(
             "attention", "dropout_p", "be 0.0 (dropout in attention is not supported)", dropout_p, "drop values elsewhere"
         )
-    if not isinstance(window, (tuple, list)) or len(window) != 2:
-        raise refusal("attention", "window", "be a pair (left, right)", window, "pass -1 for an unbounded side")
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(isinstance(w, (int, torch.SymInt)) for w in window):
+        raise refusal("attention", "window", "be a pair of integers (left, right)", window, "pass -1 for an unbounded side")
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if isinstance(value, Tensor):
+            raise refusal("attention", name, "be a number", "a tensor", "it has no gradient; scale q to learn one", TypeError)
     q, k, v = _autocast(q, k, v)
     return Call(
         q=q,
@@ -184,13 +187,13 @@ def _call(
 
 def _default_scale(q: Tensor) -> float:
     """Dqk**-0.5; of an illegal shape anything, since the op refuses that by name."""
-    return q.shape[-1] ** -0.5 if q.dim() == 3 and q.shape[-1] > 0 else 1.0
+    return int(q.shape[-1]) ** -0.5 if q.dim() == 3 and q.shape[-1] > 0 else 1.0
 
 
 def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As autocast would: float tensors except fp64. By hand, because `register_autocast` would cast metadata and sink too."""
     device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast, and asking raises
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
@@ -212,8 +215,9 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Non
     settings: list[None] = [None] * len(ctx.settings)
     if grad_out is None and grad_lse is None:
         return (None,) * 8 + tuple(settings) + (None,)
-    dq, dk, dv, dsink = torch.ops.thdops.attention_grad(grad_out, grad_lse, *ctx.saved_tensors, *ctx.settings)
-    has_sink = ctx.saved_tensors[-1] is not None
+    saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them once
+    dq, dk, dv, dsink = torch.ops.thdops.attention_grad(grad_out, grad_lse, *saved, *ctx.settings)
+    has_sink = saved[-1] is not None
     return (dq, dk, dv, None, None, None, None, dsink if has_sink else None, *settings, None)
 
 
