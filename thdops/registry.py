@@ -378,7 +378,8 @@ def _refuse_tangents(op: torch._ops.OpOverload, args: tuple[Any, ...]) -> None:
     for tensor in _tensors(args):
         if forward_ad.unpack_dual(tensor).tangent is not None:
             raise NotImplementedError(
-                f"{op.name()}: forward-mode AD is not supported, got a tensor with a tangent; use reverse mode (backward, autograd.grad)"
+                f"{op.name()}: forward-mode AD is not supported, got a tensor with a tangent;"
+                " use reverse mode (backward, torch.autograd.grad)"
             )
 
 

@@ -13,10 +13,13 @@ from packed_moe.training import METRICS, Trainer, poisoned_memory
 if TYPE_CHECKING:
     from packed_moe.loop import Result
 
-COMPILE_TOLERANCE = {False: 1e-4, True: 2e-2}
-"""How far a compiled step may be from eager's, relative, by whether bf16 autocast is on: its loss and each gradient (by norm) from
-the same weights, the losses of the first steps of a run, and the mean loss of its last steps. Fused arithmetic sums in another
-order; single steps in between say little, since training carries each difference on and magnifies it."""
+STEP_TOLERANCE = {False: (1e-5, 1e-4), True: (1e-3, 5e-2)}
+"""How far a compiled step may be from the eager one that starts from the same weights, relative, by whether bf16 autocast is on:
+its loss, and each parameter's gradient (by norm). Fused arithmetic sums in another order, and a token whose two best experts are
+equal but for that may choose the other one."""
+RUN_TOLERANCE = {False: (1e-4, 1e-3), True: (2e-2, 1e-1)}
+"""How far a compiled run's losses may be from an eager run's: in the first steps, and in the mean of the last ones. Steps in between
+say little, since training carries each difference on and magnifies it."""
 _EARLY_STEPS = 10
 
 
@@ -84,14 +87,15 @@ def _zero(rows: Tensor, exact: bool) -> bool:
 
 def check_compiled(trainer: Trainer, when: str) -> list[Check]:
     """The compiled forward and backward against the eager ones, from the present weights on the loaded batch."""
-    tolerance = COMPILE_TOLERANCE[trainer.config.autocast]
+    allowed_loss, allowed_gradient = STEP_TOLERANCE[trainer.config.autocast]
     results = []
     for forward in (trainer.model, trainer.forward):
         loss = forward(trainer.batch, trainer.probe).total
         results.append([loss.detach(), *torch.autograd.grad(loss, trainer.parameters)])
-    differences = [float((c - e).norm() / e.norm().clamp(min=1e-30)) for e, c in zip(*results, strict=True)]
-    seen = f"loss {differences[0]:.1e}, gradients up to {max(differences[1:]):.1e}, {when}"
-    return [Check("compile", f"a step within {tolerance:g} of eager's", max(differences) <= tolerance, seen)]
+    loss, *gradients = (float((c - e).norm() / e.norm().clamp(min=1e-30)) for e, c in zip(*results, strict=True))
+    seen = f"loss {loss:.1e} off, gradients up to {max(gradients):.1e}, {when}"
+    held = loss <= allowed_loss and max(gradients) <= allowed_gradient
+    return [Check("compile", "a step equals eager's up to rounding", held, seen)]
 
 
 def check_history(history: Tensor, mode: str) -> list[Check]:
@@ -134,10 +138,10 @@ def compare(eager: Result, other: Result, autocast: bool) -> Check:
         if differing or weights:
             seen = f"{differing} of {steps} steps differ, {len(weights)} of {len(eager.weights)} weight and optimizer tensors"
         return Check(other.mode, "bitwise equal to eager", not differing and not weights, seen)
-    tolerance = COMPILE_TOLERANCE[autocast]
+    allowed_early, allowed_late = RUN_TOLERANCE[autocast]
     loss, expected = other.history[:, 0], eager.history[:, 0]
     early = float(((loss - expected).abs() / expected.abs())[:_EARLY_STEPS].max())
     tenth = max(len(loss) // 10, 1)
     late = float((loss[-tenth:].mean() - expected[-tenth:].mean()).abs() / expected[-tenth:].mean().abs())
-    seen = f"{early:.1e} at most in the first {min(len(loss), _EARLY_STEPS)} steps, {late:.1e} in the mean of the last {tenth}"
-    return Check(other.mode, f"losses within {tolerance:g} of eager's", max(early, late) <= tolerance, seen)
+    seen = f"{early:.1e} off at most in the first {min(len(loss), _EARLY_STEPS)} steps, {late:.1e} in the mean of the last {tenth}"
+    return Check(other.mode, "losses follow eager's", early <= allowed_early and late <= allowed_late, seen)
