@@ -18,8 +18,8 @@ STEP_TOLERANCE = {False: (1e-5, 1e-4), True: (1e-3, 5e-2)}
 its loss, and each parameter's gradient (by norm). Fused arithmetic sums in another order, and a token whose two best experts are
 equal but for that may choose the other one."""
 RUN_TOLERANCE = {False: (1e-4, 1e-3), True: (2e-2, 1e-1)}
-"""How far a compiled run's losses may be from an eager run's: in the first steps, and in the mean of the last ones. Steps in between
-say little, since training carries each difference on and magnifies it."""
+"""How far a compiled run's losses may be from an eager run's: in the first steps, and in the mean of the last ones. Steps in
+between say little, since training carries each difference on and magnifies it."""
 _EARLY_STEPS = 10
 
 
