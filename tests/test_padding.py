@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -381,3 +382,20 @@ def test_malformed_metadata_never_raises_in_the_reference(kind: str, dtype: torc
 
 def test_valid_lengths_are_clamped_to_padded_lengths() -> None:
     assert reference.sequence_ids(cu(0, 6, 12), cu(0, 2, 4), 6).tolist() == [0, 0, 1, 1, -1, -1]
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda n: thdops.padding_mask(cu(0, 2), None, n), "padding_mask: total_tokens must be a Python integer, got a tensor"),
+        (lambda n: thdops.sequence_ids(cu(0, 2), None, n), "sequence_ids: total_tokens must"),
+        (lambda n: thdops.positions(cu(0, 2), None, 4, cp_size=n), "positions: cp_size must"),
+        (lambda n: thdops.compact_rows(cu(0, 2), None, n), "compact_rows: total_tokens must"),
+        (lambda n: thdops.cu_seqlens_from_positions(cu(0, 1), n), "cu_seqlens_from_positions: max_seqs must"),
+        (lambda n: thdops.cu_seqlens_from_lengths(cu(0, 1), n), "cu_seqlens_from_lengths: max_seqs must"),
+        (lambda n: thdops.slice_cu_seqlens(cu(0, 2), None, 0, n), "slice_cu_seqlens: length must"),
+    ],
+)
+def test_a_size_on_the_device_is_refused_since_reading_it_would_sync(call: Callable[[Tensor], Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call(torch.tensor(4))

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meta_kernels import padding as contract
+from meta_kernels.contract import refusal
 from thdops.namespace import REGISTRY
 from thdops.ops.padding import reference, samples, samples_zero_fill
 from thdops.registry import OpSpec, register
@@ -101,11 +102,13 @@ def padding_mask(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tok
     Raises:
         ValueError, TypeError: wrong rank, dtype or length of an argument; `total_tokens` below 0.
     """
+    _static("padding_mask", total_tokens=total_tokens)
     return torch.ops.thdops.padding_mask(cu_seqlens, cu_seqlens_padded, total_tokens)
 
 
 def sequence_ids(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tokens: int) -> Tensor:
     """int32 `[T]`: the sequence of each valid row, from 0; -1 on padding rows. Errors as `padding_mask`."""
+    _static("sequence_ids", total_tokens=total_tokens)
     return torch.ops.thdops.sequence_ids(cu_seqlens, cu_seqlens_padded, total_tokens)
 
 
@@ -118,6 +121,7 @@ def positions(
     and the result is the position in the whole sequence of each of them (zigzag partition: rank r of W holds chunks r and
     2W-1-r of every sequence's 2W). Errors as `padding_mask`, and `cp_rank` outside `[0, cp_size)`.
     """
+    _static("positions", total_tokens=total_tokens, cp_size=cp_size, cp_rank=cp_rank)
     return torch.ops.thdops.positions(cu_seqlens, cu_seqlens_padded, total_tokens, cp_size, cp_rank)
 
 
@@ -128,6 +132,7 @@ def compact_rows(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tok
     wants: give it `cu_seqlens - cu_seqlens[0]`), then the padding rows, in order. `index_select(0, inverse)` puts them back.
     Static size, so no sync. Errors as `padding_mask`.
     """
+    _static("compact_rows", total_tokens=total_tokens)
     return torch.ops.thdops.compact_rows(cu_seqlens, cu_seqlens_padded, total_tokens)
 
 
@@ -142,6 +147,7 @@ def cu_seqlens_from_positions(position_ids: Tensor, max_seqs: int) -> Tensor:
     Raises:
         ValueError, TypeError: `position_ids` not int32/int64 `[T]`; `max_seqs` below 1.
     """
+    _static("cu_seqlens_from_positions", max_seqs=max_seqs)
     return torch.ops.thdops.cu_seqlens_from_positions(position_ids, max_seqs)
 
 
@@ -151,6 +157,7 @@ def cu_seqlens_from_lengths(lengths: Tensor, max_seqs: int) -> Tensor:
     Raises:
         ValueError, TypeError: `lengths` not int32/int64 1-D, or longer than `max_seqs`.
     """
+    _static("cu_seqlens_from_lengths", max_seqs=max_seqs)
     return torch.ops.thdops.cu_seqlens_from_lengths(lengths, max_seqs)
 
 
@@ -160,7 +167,15 @@ def slice_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, start
     For sequence parallelism, which cuts documents: a sequence's valid rows stay a prefix of its piece, a sequence without a row
     in the slice becomes empty. Errors as `padding_mask`; `start` or `length` below 0.
     """
+    _static("slice_cu_seqlens", start=start, length=length)
     return torch.ops.thdops.slice_cu_seqlens(cu_seqlens, cu_seqlens_padded, start, length)
+
+
+def _static(op: str, **sizes: Any) -> None:
+    """Refuse a size given as a tensor: the dispatcher would read it on the host, which syncs and cannot be captured."""
+    for argument, value in sizes.items():
+        if isinstance(value, Tensor):
+            raise refusal(op, argument, "be a Python integer", "a tensor", "pass the static size, a capacity", TypeError)
 
 
 # --- autograd -------------------------------------------------------------------------------------
