@@ -34,6 +34,15 @@ def names_of(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
+def check_tensors(op: str, optional: Sequence[str] = (), **arguments: object) -> None:
+    """Every argument is a tensor; those named `optional` may be None. For public functions: the dispatcher's own refusal of a list
+    prints a schema and does not say what to do."""
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor) and not (value is None and name in optional):
+            got = "None" if value is None else f"a {type(value).__name__}"
+            raise refusal(op, name, "be a tensor", got, "pass torch.as_tensor(...) on the device of the others", TypeError)
+
+
 def check_dtype(op: str, argument: str, tensor: Tensor, dtypes: Sequence[torch.dtype], fix: str = "cast it") -> None:
     """`tensor` has one of `dtypes`."""
     if tensor.dtype not in dtypes:

@@ -404,10 +404,12 @@ def test_a_folder_without_text_is_an_error(content: str, tmp_path: Path, capsys:
         ({"steps": -1}, "--steps must be at least 1, got -1; pass a positive number"),
         ({"heads": 3}, "--heads must be a multiple of --kv-heads (2), got 3; change one of them"),
         ({"topk": 9}, "--topk must be at most --experts (4), got 9; lower it"),
+        ({"lr": -1.0}, "--lr must be a finite number above 0, got -1.0; try 0.001"),
+        ({"lr": float("nan")}, "--lr must be a finite number above 0, got nan; try 0.001"),
         ({"head_dim": 20}, "--head-dim must be a multiple of 8 from 16 to 256, got 20; attention takes no other"),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(sizes: dict[str, int], text: str) -> None:
+def test_sizes_that_cannot_work_are_refused(sizes: dict[str, float], text: str) -> None:
     with pytest.raises(UserError) as refused:
         make_config("cpu", 0, **sizes)
     assert str(refused.value) == text

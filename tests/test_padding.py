@@ -399,3 +399,31 @@ def test_valid_lengths_are_clamped_to_padded_lengths() -> None:
 def test_a_size_on_the_device_is_refused_since_reading_it_would_sync(call: Callable[[Tensor], Any], text: str) -> None:
     with pytest.raises(TypeError, match=text):
         call(torch.tensor(4))
+
+
+def _untyped(name: str) -> Any:
+    return getattr(thdops, name)
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (lambda: _untyped("zero_fill")([1.0], cu(0, 1)), "zero_fill: x must be a tensor, got a list; pass torch.as_tensor"),
+        (lambda: _untyped("zero_fill_")("abc", cu(0, 1)), "zero_fill_: tensors must be a tensor or a list of tensors, got a str"),
+        (
+            lambda: _untyped("zero_fill_")([1, 2], cu(0, 1)),
+            "zero_fill_: tensors must be a tensor or a list of tensors, got a list of",
+        ),
+        (lambda: _untyped("padding_mask")([0, 3], None, 4), "padding_mask: cu_seqlens must be a tensor, got a list"),
+        (lambda: _untyped("cu_seqlens_from_lengths")([3, 5], 4), "cu_seqlens_from_lengths: lengths must be a tensor, got a list"),
+        (lambda: _untyped("zero_fill")(torch.ones(1), None), "zero_fill: cu_seqlens must be a tensor, got None"),
+    ],
+)
+def test_what_is_no_tensor_is_refused_by_name(call: Callable[[], Any], text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        call()
+
+
+def test_positions_stay_below_the_number_of_rows_whatever_the_metadata_hold() -> None:
+    wild = torch.tensor([-2147483647, 2], dtype=torch.int32)
+    assert thdops.positions(wild, None, 2).tolist() == [1, 1]

@@ -79,6 +79,9 @@ class PackSpec:
             )
         seen = set(FIELDS) | {"extras", "spec"}
         for extra in self.extras:
+            if not isinstance(extra, Extra):
+                fix = "pass thdops.packing.Extra(name, dtype, shape)"
+                raise refusal(op, "extras", "hold Extra(name, dtype, shape) only", f"a {type(extra).__name__}", fix, TypeError)
             if extra.name in seen:
                 raise refusal(op, "extras", "have names of their own", repr(extra.name), "rename it")
             seen.add(extra.name)

@@ -386,7 +386,11 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
         rows.append(row)
 
     if args.json:
-        _write_json(args.json, facts, roofline, rows)
+        try:
+            _write_json(args.json, facts, roofline, rows)
+        except OSError as error:
+            print(f"bench: --json {args.json} cannot be written: {error}", file=sys.stderr)
+            return 2
     if args.plot:
         from thdops.bench_plot import draw
 

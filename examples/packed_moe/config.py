@@ -110,5 +110,9 @@ def _validate(config: Config) -> None:
         raise refuse("--heads", f"be a multiple of --kv-heads ({config.kv_heads})", config.heads, "change one of them")
     if config.head_dim % 8 or not 16 <= config.head_dim <= 256:
         raise refuse("--head-dim", "be a multiple of 8 from 16 to 256", config.head_dim, "attention takes no other")
+    if not (math.isfinite(config.lr) and config.lr > 0):
+        raise refuse("--lr", "be a finite number above 0", config.lr, "try 0.001")
+    if not 0 <= config.seed < 2**63:
+        raise refuse("--seed", "be from 0 to 2**63 - 1", config.seed, "pass another")
     if config.topk > config.experts:
         raise refuse("--topk", f"be at most --experts ({config.experts})", config.topk, "lower it")

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meta_kernels import attention_thd as contract
 from meta_kernels.attention_thd import BACKENDS, Call
-from meta_kernels.contract import refusal
+from meta_kernels.contract import check_tensors, refusal
 from thdops.namespace import REGISTRY
 from thdops.ops.attention_thd import reference, samples
 from thdops.registry import OpSpec, register
@@ -56,7 +56,7 @@ def attention(
         v: `[Tk, Hkv, Dv]`, q's dtype. Dqk and Dv are multiples of 8 from 16 to 256 and may differ (MLA).
         cu_seqlens_q: int32 or int64 `[B+1]` on q's device: valid query rows per sequence as prefix sums.
         cu_seqlens_kv: the same for keys and values, same shape and dtype. None: keys and values have the query's metadata
-            (self-attention), padded offsets included; then Tk is Tq.
+            (self-attention), padded offsets included; then Tk is Tq. Not the place of padded offsets, which go by keyword.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: physical offsets; None where sequences stand back to back.
         causal: query i does not see keys behind its diagonal. With a window the right bound is min(r, 0).
         causal_alignment: where the diagonal of query i stands among the keys of its sequence: "top_left" at key i, "bottom_right"
@@ -149,6 +149,19 @@ def _call(
     dropout_p: float = 0.0,
 ) -> Call:
     """The op's arguments, defaults resolved; without hints, with the one backend that serves everything."""
+    optional = ("cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded", "sink")
+    check_tensors(
+        "attention",
+        optional,
+        q=q,
+        k=k,
+        v=v,
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_kv=cu_seqlens_kv,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        sink=sink,
+    )
     if causal_alignment not in _ALIGNMENTS:
         raise refusal("attention", "causal_alignment", f"be one of {', '.join(_ALIGNMENTS)}", repr(causal_alignment), "choose one")
     if dropout_p != 0:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meta_kernels import aux_loss as contract
-from meta_kernels.contract import refusal
+from meta_kernels.contract import check_tensors, refusal
 from thdops.namespace import REGISTRY
 from thdops.ops.aux_loss import reference, samples
 from thdops.registry import OpSpec, register
@@ -56,6 +56,7 @@ def moe_aux_loss(
         ValueError, TypeError: wrong rank, dtype, device or shape of an argument; columns not a multiple of `num_experts`;
             `topk` out of range; a negative Python int N.
     """
+    check_tensors("moe_aux_loss", ("padding_mask",), probs=probs, tokens_per_expert=tokens_per_expert, padding_mask=padding_mask)
     count: int | None = None
     count_tensor: Tensor | None = None
     if isinstance(total_num_tokens, Tensor):

@@ -78,7 +78,7 @@ def row_map_kernel(
     elif KIND == "sequence":
         value = tl.where(valid, sequence, -1)
     else:
-        value = tl.where(valid, offset, 0)
+        value = tl.minimum(tl.where(valid, offset, 0), total - 1)  # a bound that tables may rely on, whatever the metadata hold
     tl.store(out + rows, value.to(out.dtype.element_ty), mask=rows < total)
 
 
@@ -99,7 +99,8 @@ def zigzag_position_kernel(cu_seqlens, padded, out, total, sequences, cp_size, c
     chunk = (end - start) // (2 * cp_size)
     position = offset + chunk * tl.where(offset < chunk, cp_rank, 2 * (cp_size - 1) - cp_rank)
     valid = inside & (offset >= 0) & (position < tl.minimum(valid_end - valid_start, end - start))
-    tl.store(out + rows, tl.where(valid, position, 0).to(tl.int32), mask=rows < total)
+    position = tl.minimum(tl.where(valid & (position >= 0), position, 0), total.to(tl.int64) * cp_size - 1)
+    tl.store(out + rows, position.to(tl.int32), mask=rows < total)
 
 
 def _launch_row_map(

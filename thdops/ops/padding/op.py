@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from meta_kernels import padding as contract
-from meta_kernels.contract import refusal
+from meta_kernels.contract import check_tensors, refusal
 from thdops.namespace import REGISTRY
 from thdops.ops.padding import reference, samples, samples_zero_fill
 from thdops.registry import OpSpec, register
 
 _KERNELS = "thdops.ops.padding.kernels"
+_PADDED = ("cu_seqlens_padded",)
 
 
 # --- public functions -----------------------------------------------------------------------------
@@ -39,6 +40,7 @@ def zero_fill(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = 
     Raises:
         ValueError, TypeError: wrong rank, dtype, device or length of an argument.
     """
+    check_tensors("zero_fill", _PADDED, x=x, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
     return torch.ops.thdops.zero_fill(x, cu_seqlens, cu_seqlens_padded)
 
 
@@ -61,13 +63,18 @@ def zero_fill_(
     Raises:
         ValueError, TypeError: wrong rank, dtype, device or count of an argument; a tensor that requires grad in grad mode.
     """
-    tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-    cu_seqlens = [cu_seqlens] if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
-    if cu_seqlens_padded is None:
-        padded: list[Tensor] = []
-    else:
-        padded = [cu_seqlens_padded] if isinstance(cu_seqlens_padded, Tensor) else list(cu_seqlens_padded)
-    torch.ops.thdops.zero_fill_(tensors, cu_seqlens, padded)
+    padded = [] if cu_seqlens_padded is None else _listed("cu_seqlens_padded", cu_seqlens_padded)
+    torch.ops.thdops.zero_fill_(_listed("tensors", tensors), _listed("cu_seqlens", cu_seqlens), padded)
+
+
+def _listed(argument: str, tensors: Tensor | Sequence[Tensor]) -> list[Tensor]:
+    if isinstance(tensors, Tensor):
+        return [tensors]
+    listed = list(tensors) if isinstance(tensors, (list, tuple)) else []
+    if (not listed and not isinstance(tensors, (list, tuple))) or not all(isinstance(x, Tensor) for x in listed):
+        got = f"a {type(tensors).__name__}" + (" of other things" if listed else "")
+        raise refusal("zero_fill_", argument, "be a tensor or a list of tensors", got, "pass torch.as_tensor(...)", TypeError)
+    return listed
 
 
 class _ZeroFillGrad(torch.autograd.Function):
@@ -92,6 +99,7 @@ def zero_fill_grad(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | No
     Put it around an attention that is not ours, on q, k and v, so that garbage in its gradients stops there. Arguments and errors
     as `zero_fill`.
     """
+    check_tensors("zero_fill_grad", _PADDED, x=x, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
     contract.check_zero_fill(x, cu_seqlens, cu_seqlens_padded)
     return _ZeroFillGrad.apply(x, cu_seqlens, cu_seqlens_padded)
 
@@ -102,12 +110,14 @@ def padding_mask(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tok
     Raises:
         ValueError, TypeError: wrong rank, dtype or length of an argument; `total_tokens` below 0.
     """
+    check_tensors("padding_mask", _PADDED, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
     _static("padding_mask", total_tokens=total_tokens)
     return torch.ops.thdops.padding_mask(cu_seqlens, cu_seqlens_padded, total_tokens)
 
 
 def sequence_ids(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tokens: int) -> Tensor:
     """int32 `[T]`: the sequence of each valid row, from 0; -1 on padding rows. Errors as `padding_mask`."""
+    check_tensors("sequence_ids", _PADDED, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
     _static("sequence_ids", total_tokens=total_tokens)
     return torch.ops.thdops.sequence_ids(cu_seqlens, cu_seqlens_padded, total_tokens)
 
@@ -119,8 +129,9 @@ def positions(
 
     With context parallelism, `cu_seqlens` and `cu_seqlens_padded` are the whole batch's, `total_tokens` counts this rank's rows,
     and the result is the position in the whole sequence of each of them (zigzag partition: rank r of W holds chunks r and
-    2W-1-r of every sequence's 2W). Errors as `padding_mask`, and `cp_rank` outside `[0, cp_size)`.
+    2W-1-r of every sequence's 2W; padded lengths must be multiples of 2W, which only the host could check). Errors as `padding_mask`, and `cp_rank` outside `[0, cp_size)`.
     """
+    check_tensors("positions", _PADDED, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
     _static("positions", total_tokens=total_tokens, cp_size=cp_size, cp_rank=cp_rank)
     return torch.ops.thdops.positions(cu_seqlens, cu_seqlens_padded, total_tokens, cp_size, cp_rank)
 
@@ -132,6 +143,7 @@ def compact_rows(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tok
     wants: give it `cu_seqlens - cu_seqlens[0]`), then the padding rows, in order. `index_select(0, inverse)` puts them back.
     Static size, so no sync. Errors as `padding_mask`.
     """
+    check_tensors("compact_rows", _PADDED, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
     _static("compact_rows", total_tokens=total_tokens)
     return torch.ops.thdops.compact_rows(cu_seqlens, cu_seqlens_padded, total_tokens)
 
@@ -147,6 +159,7 @@ def cu_seqlens_from_positions(position_ids: Tensor, max_seqs: int) -> Tensor:
     Raises:
         ValueError, TypeError: `position_ids` not int32/int64 `[T]`; `max_seqs` below 1.
     """
+    check_tensors("cu_seqlens_from_positions", position_ids=position_ids)
     _static("cu_seqlens_from_positions", max_seqs=max_seqs)
     return torch.ops.thdops.cu_seqlens_from_positions(position_ids, max_seqs)
 
@@ -157,6 +170,7 @@ def cu_seqlens_from_lengths(lengths: Tensor, max_seqs: int) -> Tensor:
     Raises:
         ValueError, TypeError: `lengths` not int32/int64 1-D, or longer than `max_seqs`.
     """
+    check_tensors("cu_seqlens_from_lengths", lengths=lengths)
     _static("cu_seqlens_from_lengths", max_seqs=max_seqs)
     return torch.ops.thdops.cu_seqlens_from_lengths(lengths, max_seqs)
 
@@ -167,6 +181,7 @@ def slice_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, start
     For sequence parallelism, which cuts documents: a sequence's valid rows stay a prefix of its piece, a sequence without a row
     in the slice becomes empty. Errors as `padding_mask`; `start` or `length` below 0.
     """
+    check_tensors("slice_cu_seqlens", _PADDED, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
     _static("slice_cu_seqlens", start=start, length=length)
     return torch.ops.thdops.slice_cu_seqlens(cu_seqlens, cu_seqlens_padded, start, length)
 

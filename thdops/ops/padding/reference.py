@@ -66,7 +66,8 @@ def positions(
     cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, total_tokens: int, cp_size: int = 1, cp_rank: int = 0
 ) -> Tensor:
     valid, position = locate_positions(cu_seqlens, cu_seqlens_padded, total_tokens, cp_size, cp_rank)
-    return torch.where(valid, position, 0).int()
+    # A bound that tables may rely on, whatever the metadata hold.
+    return torch.where(valid, position, 0).clamp(0, max(total_tokens * cp_size - 1, 0)).int()
 
 
 def zero_fill(x: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None = None) -> Tensor:
