@@ -129,7 +129,8 @@ def positions(
 
     With context parallelism, `cu_seqlens` and `cu_seqlens_padded` are the whole batch's, `total_tokens` counts this rank's rows,
     and the result is the position in the whole sequence of each of them (zigzag partition: rank r of W holds chunks r and
-    2W-1-r of every sequence's 2W; padded lengths must be multiples of 2W, which only the host could check). Errors as `padding_mask`, and `cp_rank` outside `[0, cp_size)`.
+    2W-1-r of every sequence's 2W; padded lengths must be multiples of 2W, which only the host could check). Errors as
+    `padding_mask`, and `cp_rank` outside `[0, cp_size)`.
     """
     check_tensors("positions", _PADDED, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded)
     _static("positions", total_tokens=total_tokens, cp_size=cp_size, cp_rank=cp_rank)
