@@ -168,6 +168,8 @@ def cu_seqlens_from_positions(position_ids: Tensor, max_seqs: int) -> Tensor:
 def cu_seqlens_from_lengths(lengths: Tensor, max_seqs: int) -> Tensor:
     """int32 `[max_seqs+1]`: prefix sums of `lengths` (int32/int64 `[n]`, n <= max_seqs), the end repeated. Negative counts as 0.
 
+    The sum must stay below 2**31, as every row number does.
+
     Raises:
         ValueError, TypeError: `lengths` not int32/int64 1-D, or longer than `max_seqs`.
     """
