@@ -243,3 +243,16 @@ def test_an_op_runs_on_the_device_of_its_tensors() -> None:
             assert result.device == x.device
             assert result.eq(0).all()
     assert torch.cuda.current_device() == 0
+
+
+def _multiplies(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+    return x @ torch.eye(x.shape[1], dtype=x.dtype), x.float().square().sum(-1)
+
+
+def test_a_reference_does_not_run_under_the_callers_autocast() -> None:
+    op = register(replace(GOOD, name="multiplies", reference=_multiplies), Registry("thdops_autocast"))
+    x = torch.full((2, 3), 1.001)
+    with torch.autocast("cpu", torch.bfloat16):
+        product, _ = op(x, torch.tensor([0, 2], dtype=torch.int32))
+    assert product.dtype == torch.float32  # its CUDA launcher would not be cast either
+    assert torch.equal(product, x)

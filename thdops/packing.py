@@ -144,7 +144,7 @@ class PackedSequences:
         cu_seqlens_padded: int32 `[B+1]`, physical offsets.
         num_tokens: 0-d int64, how many document tokens the pack holds: the rows where `padding_mask` is False.
         num_seqs: 0-d int64, how many documents it holds, empty ones included.
-        extras: further token-like tensors `[T, ...]` by name, declared with `thdops.packing.Extra`; 0 on rows that hold no document token.
+        extras: further token-like tensors `[T, ...]` by name (see `thdops.packing.Extra`); 0 on rows that hold no document token.
         spec: the capacity.
 
     Where the rows behind the last document go is `spec.tail`. "padding": they belong to no sequence, and `cu_seqlens` tells the

@@ -4,7 +4,8 @@ This is the only file that defines, implements or registers anything through `to
 here, once:
 
 - the arguments are checked before anything is written, by the same function in eager mode and while tracing;
-- the CPU kernel (the reference) runs under `no_grad`, so it never records a graph that the CUDA kernel would not;
+- the CPU kernel (the reference) runs under `no_grad` and outside autocast, so it neither records a graph nor casts where the CUDA
+  kernel would not;
 - the CUDA launcher is imported on first use and runs on the device of its first tensor;
 - an op that mutates refuses tensors that require grad (in grad mode) and bumps the version of what it wrote;
 - an op without a backward formula raises when a gradient reaches it: an opaque op would return zeros silently, which is how a
@@ -280,7 +281,7 @@ def _cpu_kernel(spec: OpSpec, schema: torch._C.FunctionSchema) -> Callable[..., 
     def kernel(*args: Any) -> Any:
         spec.check(*args)
         guard(args)
-        with torch.no_grad():
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
             result = spec.reference(*args)
         bump(args)
         return result
