@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import replace
@@ -247,6 +248,13 @@ def test_an_op_runs_on_the_device_of_its_tensors() -> None:
 
 def _multiplies(x: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
     return x @ torch.eye(x.shape[1], dtype=x.dtype), x.float().square().sum(-1)
+
+
+def test_an_op_outlives_the_name_of_its_registry() -> None:
+    op = register(replace(GOOD, name="kept"), Registry("thdops_kept"))
+    gc.collect()
+    y, _ = op(torch.ones(2, 3), torch.tensor([0, 2], dtype=torch.int32))  # crashed the process once
+    assert torch.equal(y, torch.full((2, 3), 2.0))
 
 
 def test_a_reference_does_not_run_under_the_callers_autocast() -> None:

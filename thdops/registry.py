@@ -146,7 +146,7 @@ class OpSpec:
 
 
 class Registry:
-    """An ordered set of registered ops in one namespace. The library handle lives as long as the registry."""
+    """An ordered set of registered ops in one namespace. It lives as long as any of its ops can be called."""
 
     def __init__(self, namespace: str) -> None:
         if not namespace.isidentifier():
@@ -195,9 +195,12 @@ def register(spec: OpSpec, registry: Registry) -> torch._ops.OpOverload:
     library.impl(spec.name, _cuda_kernel(spec, schema), "CUDA")
     torch.library.register_fake(qualified, _fake_kernel(spec, schema), lib=library)
     registry._specs[spec.name] = spec
+    op = registry.op(spec.name)
     if not spec.mutates:
-        library.impl(spec.name, _autograd_kernel(spec, registry.op(spec.name)), "Autograd", with_keyset=True)
-    return registry.op(spec.name)
+        library.impl(spec.name, _autograd_kernel(spec, op), "Autograd", with_keyset=True)
+    # torch.ops keeps the op, so the op keeps its registry: calling an op whose library is gone would crash the process.
+    vars(op)["thdops_registry"] = registry
+    return op
 
 
 # --- agreement of the pieces ----------------------------------------------------------------------
