@@ -19,7 +19,7 @@ from thdops.registry import Bench, Cost, Padding, PadRows, Refusal, Sample
 _INT32, _INT64 = torch.int32, torch.int64
 
 
-# --- helpers ----------------------------------------------------------------------------------------------------------------------
+# --- pieces of samples ------------------------------------------------------------------------------------------------------------
 
 
 def metadata_replays(base: Layout) -> tuple[dict[str, Tensor], ...]:
