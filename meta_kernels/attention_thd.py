@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meta_kernels.contract import (
+    accumulation_dtype,
     check_count,
     check_cu_seqlens,
     check_device,
@@ -151,10 +152,8 @@ def check_attention_grad(call: GradCall) -> None:
         if tensor.shape != shape:
             wanted = f"[{', '.join(map(str, shape))}]"
             raise refusal(op, name, f"have the forward's shape {wanted}", shape_of(tensor), "pass the forward's")
-        if tensor.dtype != dtype:
-            check_dtype(op, name, tensor, (dtype,))
-        if tensor.device != call.q.device:
-            check_device(op, name, tensor, call.q.device, "q")
+        check_dtype(op, name, tensor, (dtype,))
+        check_device(op, name, tensor, call.q.device, "q")
     _check_backend(op, call, False)
 
 
@@ -168,7 +167,7 @@ def fake_attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]
 
 def statistics_dtype(q: Tensor) -> torch.dtype:
     """LSE and max_logit are fp32; fp64 for fp64 inputs."""
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+    return accumulation_dtype(q.dtype)
 
 
 def _check_call(op: str, call: Call | GradCall) -> None:
@@ -193,8 +192,7 @@ def _check_qkv(op: str, q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise refusal(op, name, f"have the dtype of q ({dtype_of(q)})", dtype_of(x), "cast one of them", TypeError)
-        if x.device != q.device:
-            check_device(op, name, x, q.device, "q")
+        check_device(op, name, x, q.device, "q")
     if v.shape[0] != k.shape[0] or v.shape[1] != k.shape[1]:
         raise refusal(op, "v", f"have the rows and heads of k ({shape_of(k)})", shape_of(v), "pass values of the same keys")
     for name, x in (("q", q), ("v", v)):
@@ -266,8 +264,7 @@ def _check_softmax(op: str, call: Call | GradCall) -> None:
     check_dtype(op, "sink", sink, (torch.float32, torch.float64) if fp64_too else (torch.float32,))
     if sink.dim() != 1 or sink.shape[0] != call.q.shape[1]:
         raise refusal(op, "sink", f"have one entry per query head [{call.q.shape[1]}]", shape_of(sink), "reshape it")
-    if sink.device != call.q.device:
-        check_device(op, "sink", sink, call.q.device, "q")
+    check_device(op, "sink", sink, call.q.device, "q")
 
 
 # --- which backend serves which call -------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from meta_kernels.contract import (
     FLOAT_DTYPES,
+    accumulation_dtype,
     check_count,
     check_device,
     check_dtype,
@@ -24,17 +25,11 @@ _COUNT_DTYPES = (torch.int32, torch.int64, torch.float32)
 _FLOAT32 = (torch.float32,)
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What sums, the loss and the coefficient are held in: fp32, or fp64 where probs is fp64 (CPU)."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def _check_small(op: str, argument: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, owner: str) -> None:
     """`tensor` has one of `dtypes`, or fp64 on CPU (the reference's own precision), and stands on `device`."""
     if tensor.dtype not in dtypes and (tensor.dtype != torch.float64 or device.type != "cpu"):
         check_dtype(op, argument, tensor, dtypes)
-    if tensor.device != device:
-        check_device(op, argument, tensor, device, owner)
+    check_device(op, argument, tensor, device, owner)
 
 
 def _check_one_element(op: str, argument: str, tensor: Tensor) -> None:
@@ -48,8 +43,7 @@ def _check_mask(op: str, mask: Tensor, rows: int, folds: int, device: torch.devi
     if mask.dim() not in (1, 2) or mask.shape[0] != rows or (mask.dim() == 2 and mask.shape[1] != folds):
         rule = f"be [T] or [T, M] with T = {rows} rows and M = {folds} folded sequences"
         raise refusal(op, "padding_mask", rule, f"shape {shape_of(mask)}", "flatten it like the rows of probs")
-    if mask.device != device:
-        check_device(op, "padding_mask", mask, device, owner)
+    check_device(op, "padding_mask", mask, device, owner)
 
 
 def _check_either(op: str, argument: str, value: object, tensor: Tensor | None, kind: str) -> None:

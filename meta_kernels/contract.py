@@ -14,6 +14,11 @@ INDEX_DTYPES = (torch.int32, torch.int64)
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What sums, losses and statistics of tensors of `dtype` are held in: fp32, or fp64 where they are fp64 (CPU)."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
 def refusal(op: str, argument: str, rule: str, got: object, fix: str, error: type[Exception] = ValueError) -> Exception:
     """The exception to raise: `refusal("zero_fill", "x", "have at least one dimension", "a scalar", "pass [T, ...]")`."""
     return error(f"{op}: {argument} must {rule}, got {got}; {fix}")
@@ -81,13 +86,12 @@ def check_cu_seqlens(
     for name, tensor in ((argument, cu_seqlens), (f"{argument}_padded", cu_seqlens_padded)):
         if tensor is None:
             continue
-        if tensor.dtype not in INDEX_DTYPES:
-            check_dtype(op, name, tensor, INDEX_DTYPES, "cast it, for example with .to(torch.int32)")
+        check_dtype(op, name, tensor, INDEX_DTYPES, "cast it, for example with .to(torch.int32)")
         if tensor.dim() != 1 or tensor.shape[0] == 0:
             raise refusal(op, name, "be 1-D [B+1] with at least one entry", f"shape {shape_of(tensor)}", "pass B+1 offsets")
         if tensor.stride(0) != 1 and tensor.shape[0] > 1:
             raise refusal(op, name, "be contiguous", f"stride {tensor.stride(0)}", "call .contiguous()")
-        if device is not None and tensor.device != device:
+        if device is not None:
             check_device(op, name, tensor, device, owner)
     if cu_seqlens_padded is None:
         return
@@ -109,8 +113,7 @@ def check_cu_seqlens(
             "cast one of them",
             TypeError,
         )
-    if cu_seqlens_padded.device != cu_seqlens.device:
-        check_device(op, padded, cu_seqlens_padded, cu_seqlens.device, argument)
+    check_device(op, padded, cu_seqlens_padded, cu_seqlens.device, argument)
 
 
 def check_count(op: str, argument: str, value: int, least: int) -> None:

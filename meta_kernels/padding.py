@@ -18,8 +18,6 @@ from meta_kernels.contract import (
     shape_of,
 )
 
-_NO_ZERO = tuple(getattr(torch, name) for name in ("float8_e8m0fnu",) if hasattr(torch, name))
-
 
 def check_row_numbers(op: str, argument: str, rows: int, cu_seqlens: Tensor) -> None:
     """int32 metadata cannot number the padding rows of a larger tensor."""
@@ -30,7 +28,7 @@ def check_row_numbers(op: str, argument: str, rows: int, cu_seqlens: Tensor) -> 
 def _check_rows(op: str, argument: str, x: Tensor) -> None:
     if x.dim() == 0:
         raise refusal(op, argument, "have at least one dimension [T, ...]", "a 0-d tensor", "rows are dimension 0")
-    if x.dtype in _NO_ZERO:
+    if x.dtype == torch.float8_e8m0fnu:
         raise refusal(op, argument, "have a dtype that can hold 0", dtype_of(x), "this format holds powers of two only", TypeError)
 
 
@@ -61,13 +59,10 @@ def check_zero_fill_(tensors: list[Tensor], cu_seqlens: list[Tensor], cu_seqlens
         )
     device = tensors[0].device
     for i, x in enumerate(tensors):
-        if x.dim() == 0 or x.dtype in _NO_ZERO:
-            _check_rows(op, f"tensors[{i}]", x)
-        if x.device != device:
-            check_device(op, f"tensors[{i}]", x, device, "tensors[0]")
-        strides = x.stride()
-        if 0 in strides and any(stride == 0 and size > 1 for stride, size in zip(strides, x.shape, strict=True)):
-            got = f"shape {shape_of(x)} with strides {list(strides)}"
+        _check_rows(op, f"tensors[{i}]", x)
+        check_device(op, f"tensors[{i}]", x, device, "tensors[0]")
+        if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+            got = f"shape {shape_of(x)} with strides {list(x.stride())}"
             raise refusal(op, f"tensors[{i}]", "have a place in memory for each element", got, "clone the expanded tensor")
     for i, cu in enumerate(cu_seqlens):
         check_cu_seqlens(op, cu, cu_seqlens_padded[i] if cu_seqlens_padded else None, device, "tensors[0]")

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 import thdops
 from packed_moe.config import Config
+from thdops.packing import IGNORE_INDEX
 
 VOCABULARY = 256
-IGNORED_LABEL = -100
 
 Tap = Callable[[str, Tensor], Tensor]
 """Sees a named intermediate tensor and returns what to go on with; the checks look through it."""
@@ -190,8 +190,8 @@ class PackedMoE(nn.Module):
             x, block_aux, block_z = block(x, rows, tap)
             aux, z = aux + block_aux, z + block_z
         logits = self.head(self.norm(x)).float()
-        summed = F.cross_entropy(logits, batch.labels, ignore_index=IGNORED_LABEL, reduction="sum")
-        cross_entropy = summed / (batch.labels != IGNORED_LABEL).sum().clamp(min=1)
+        summed = F.cross_entropy(logits, batch.labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        cross_entropy = summed / (batch.labels != IGNORE_INDEX).sum().clamp(min=1)
         padding = largest_on_padding(x.detach(), rows.padding)
         return Losses(cross_entropy + aux + z, cross_entropy, aux, z, padding)
 

@@ -33,9 +33,9 @@ def check_graph_replay(case: OpUnderTest) -> None:
         with naming(sample.name):
             contents = [{}, *sample.replays, {}]  # the first once more at the end: what shrank must grow again
             calls = [with_contents(case, sample.args, c) for c in contents]
-            _replay(case, calls, _forward(case))
+            _replay(case, calls, _forward(case), backward=False)
             if differentiable(case) and grad_slots(case, sample.args):
-                _replay(case, calls, _backward(case, sample.args))
+                _replay(case, calls, _backward(case, sample.args), backward=True)
 
 
 def _forward(case: OpUnderTest) -> Callable[[Arguments], tuple[Tensor, ...]]:
@@ -58,9 +58,7 @@ def _backward(case: OpUnderTest, args: Arguments) -> Callable[[Arguments], tuple
     return run
 
 
-def _replay(case: OpUnderTest, calls: list[Arguments], run: Callable[[Arguments], tuple[Tensor, ...]]) -> None:
-    backward = run.__qualname__.startswith("_backward")
-
+def _replay(case: OpUnderTest, calls: list[Arguments], run: Callable[[Arguments], tuple[Tensor, ...]], backward: bool) -> None:
     def prepared(args: Arguments) -> Arguments:
         return with_grad(case, args)[0] if backward else copied(args)
 

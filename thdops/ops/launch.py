@@ -17,7 +17,6 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
@@ -109,8 +108,3 @@ def intercept(interceptor: Callable[..., None]) -> Iterator[None]:
 def multiprocessors(device_index: int) -> int:
     """How many multiprocessors a grid has to fill; an H200's where there is no GPU (interpreter, ahead-of-time compiles)."""
     return torch.cuda.get_device_properties(device_index).multi_processor_count if device_index >= 0 else 132
-
-
-def next_power_of_2(n: int) -> int:
-    """The least power of two that is at least `n`."""
-    return triton.next_power_of_2(n)

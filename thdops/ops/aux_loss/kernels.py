@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meta_kernels import aux_loss as contract
-from thdops.ops.launch import launch, launch_as, multiprocessors, next_power_of_2
+from thdops.ops.launch import launch, launch_as, multiprocessors
 
 _THREADS = 128  # four warps
 _VECTOR_BYTES = 16
@@ -213,7 +213,7 @@ def _tiling(
 def _block_width(width: int) -> int:
     """A power of two that divides `width` if that is not a narrow one, so that no lane idles; else the next one."""
     divisor = width & -width
-    return min(divisor if divisor >= 64 else next_power_of_2(width), _WIDEST)
+    return min(divisor if divisor >= 64 else triton.next_power_of_2(width), _WIDEST)
 
 
 def _mask_layout(padding_mask: Tensor | None) -> tuple[int, int, int]:

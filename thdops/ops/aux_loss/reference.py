@@ -17,7 +17,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from meta_kernels.aux_loss import accumulation_dtype
+from meta_kernels.contract import accumulation_dtype
 
 
 def _padding(padding_mask: Tensor, columns: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from meta_kernels.aux_loss import accumulation_dtype
+from meta_kernels.contract import accumulation_dtype
 from thdops.registry import Bench, Cost, Padding, PadRows, Refusal, Sample
 
 _BENCH_SHAPES = ((65536, 64), (65536, 256), (65536, 512), (8192, 256))

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from meta_kernels import padding as contract
-from thdops.ops.launch import launch_as, multiprocessors, next_power_of_2
+from thdops.ops.launch import launch_as, multiprocessors
 from thdops.ops.padding.kernels import count_at_most, locate_rows
 
 _INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
@@ -207,7 +207,7 @@ def _zero_fill_step(tensors: list[Tensor], sequences: list[int], runs: list[tupl
     if max(*strides, *lengths) >= 2**34:  # what fits in 32 bits must still fit when the kernel has multiplied it by UNIT
         aligned = min(aligned, 8)
     widths = [dims.outer * dims.middle * dims.inner // min(aligned, 8) for _, _, dims in runs]
-    block_w = min(next_power_of_2(max(widths)), _BLOCK_W)
+    block_w = min(triton.next_power_of_2(max(widths)), _BLOCK_W)
     block_t = min(_TILE // block_w, 128)
     programs = _PROGRAMS_PER_SM * multiprocessors(tensors[0].get_device())
     weights = [n * width for n, width in zip(rows, widths, strict=True)]
@@ -220,7 +220,7 @@ def _zero_fill_step(tensors: list[Tensor], sequences: list[int], runs: list[tupl
         for n, share, stride, (_, _, dims) in zip(rows, shares, strides, runs, strict=True)
     ]
     per_job = len(sequences) > 1
-    block_b = next_power_of_2(max(*sequences, 16))
+    block_b = triton.next_power_of_2(max(*sequences, 16))
     return _Step(
         places=[(i, offset) for i, offset, _ in runs],
         sizes=sizes,
@@ -359,9 +359,9 @@ def _copy_plan(x: Tensor, sequences: int) -> _Copy:
     row_stride = x.stride(0) * x.itemsize
     aligned = _alignment(x.data_ptr(), row_stride, dims)
     width = dims.outer * dims.middle * dims.inner // min(aligned, 8)
-    block_w = min(next_power_of_2(width), _COPY_BLOCK_W)
+    block_w = min(triton.next_power_of_2(width), _COPY_BLOCK_W)
     rows = min(_COPY_TILE // block_w, 128)
-    block_b = next_power_of_2(max(sequences, 16))
+    block_b = triton.next_power_of_2(max(sequences, 16))
     return _Copy(
         in_order=in_order,
         sizes=(x.shape[0], sequences, *_in_units(row_stride, dims, aligned)),
