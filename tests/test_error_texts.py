@@ -231,6 +231,49 @@ thdops::moe_aux_loss_grad(Tensor grad_loss, Tensor coefficient, Tensor tokens_pe
     ValueError: moe_aux_loss_grad: rows must be at least 0, got -1; pass a larger one
   mask of other sequences
     ValueError: moe_aux_loss_grad: padding_mask must be [T, M] with M a divisor of the 8 columns, got shape [6, 3]; pass the mask of the forward
+thdops::permute_tokens(Tensor x, Tensor indices, SymInt num_experts) -> (Tensor rows, Tensor offsets, Tensor map)
+  a scalar
+    ValueError: permute_tokens: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
+  a dtype without a zero
+    TypeError: permute_tokens: x must have a dtype that can hold 0, got float8_e8m0fnu; this format holds powers of two only
+  float ids
+    TypeError: permute_tokens: indices must be int16 or int32 or int64, got float32; cast it
+  ids of rank 1
+    ValueError: permute_tokens: indices must have 2 dimensions [T, K], got shape [6]; reshape it
+  no choice
+    ValueError: permute_tokens: indices must have at least one column [T, K], got shape [6, 0]; pass the router's top-k
+  2**31 pairs
+    ValueError: permute_tokens: indices must have fewer than 2**31 elements, got 2147483648; dispatch fewer tokens at a time
+  fewer ids
+    ValueError: permute_tokens: indices must have one row per row of x (6), got 5; pass [T, K]
+  no expert
+    ValueError: permute_tokens: num_experts must be at least 1, got 0; pass a larger one
+thdops::unpermute_tokens(Tensor rows, Tensor map, Tensor? weights=None) -> Tensor
+  a scalar
+    ValueError: unpermute_tokens: rows must have at least one dimension [T*K, ...], got a 0-d tensor; rows are dimension 0
+  integer rows
+    TypeError: unpermute_tokens: rows must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  ids for a map
+    TypeError: unpermute_tokens: map must be int32, got int64; pass the map that permute_tokens returned
+  a flat map
+    ValueError: unpermute_tokens: map must have 2 dimensions [T, K], got shape [12]; reshape it
+  rows left out
+    ValueError: unpermute_tokens: rows must have one row per element of map (12), got 10; pass all rows that permute_tokens made
+  weights of another shape
+    ValueError: unpermute_tokens: weights must have the shape of map [6, 2], got [6, 1]; pass one per pair, [T, K]
+  integer weights
+    TypeError: unpermute_tokens: weights must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+thdops::unpermute_tokens_grad(Tensor grad, Tensor? rows, Tensor map, Tensor? weights=None) -> (Tensor grad_rows, Tensor grad_weights)
+  a short gradient
+    ValueError: unpermute_tokens_grad: grad must have one row per row of map (6), got 5; pass out's gradient
+  rows without weights
+    ValueError: unpermute_tokens_grad: rows must be None where weights is None, got shape [12, 8]; only weights' gradient reads rows
+  narrow rows
+    ValueError: unpermute_tokens_grad: rows must have the shape [12, 8], got [12, 7]; pass the rows of the forward
+  rows of another dtype
+    TypeError: unpermute_tokens_grad: rows must be float32, got bfloat16; out has the dtype of rows
+  weights of another shape
+    ValueError: unpermute_tokens_grad: weights must have the shape of map [6, 2], got [5, 2]; pass one per pair, [T, K]
 thdops::zero_fill(Tensor x, Tensor cu_seqlens, Tensor? cu_seqlens_padded=None) -> Tensor
   cu_seqlens of a float dtype
     TypeError: zero_fill: cu_seqlens must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
@@ -490,6 +533,51 @@ moe_aux_loss_grad
   no row: float32[0, 8]
   one expert: float32[5, 1]
   wider than a block: float32[3, 1536]
+permute_tokens
+  fp32: float32[48, 24], int32[6], int32[16, 3]
+  fp32, other sizes: float32[26, 20], int32[5], int32[13, 2]
+  bf16 [T, H, D], int32: bfloat16[40, 2, 8], int32[8], int32[10, 4]
+  fp16 slice, int16, one choice: float16[12, 5], int32[3], int32[12, 1]
+  fp32 transposed, one expert: float32[22, 8], int32[1], int32[11, 2]
+  fp32 expanded, more experts than pairs: float32[10, 6], int32[1500], int32[5, 2]
+  several chunks of pairs: float32[1080, 4], int32[37], int32[270, 4]
+  every pair has an expert: float32[18, 130], int32[4], int32[9, 2]
+  every other row and column: float32[14, 6], int32[4], int32[7, 2]
+  float8_e4m3fn, width 5: float8_e4m3fn[14, 5], int32[4], int32[7, 2]
+  int8, width 5: int8[14, 5], int32[4], int32[7, 2]
+  bool, width 5: bool[14, 5], int32[4], int32[7, 2]
+  int64 [T]: int64[33], int32[4], int32[11, 3]
+  zero width: float32[10, 0], int32[4], int32[5, 2]
+  no token: float32[0, 8], int32[4], int32[0, 2]
+unpermute_tokens
+  fp32: float32[16, 24]
+  fp32, other sizes: float32[13, 20]
+  bf16 [T, H, D], no weights: bfloat16[10, 2, 8]
+  bf16, fp32 weights: bfloat16[10, 130]
+  fp32, bf16 weights, transposed: float32[11, 6]
+  fp16 slice, one choice: float16[12, 5]
+  more choices than are in flight: float32[5, 7]
+  every pair has an expert: float32[9, 16]
+  [T*K], every other element: float32[7]
+  expanded rows and weights: float32[5, 6]
+  zero width: float32[5, 0]
+  no row: float32[0, 8]
+unpermute_tokens_grad
+  fp32: float32[48, 24], float32[16, 3]
+  fp32, other sizes: float32[26, 20], float32[13, 2]
+  bf16 [T, H, D], no weights: bfloat16[40, 2, 8], bfloat16[0]
+  bf16, fp32 weights: bfloat16[30, 130], float32[10, 3]
+  fp32, bf16 weights, transposed: float32[22, 6], bfloat16[11, 2]
+  fp16 slice, one choice: float16[12, 5], float16[12, 1]
+  more choices than are in flight: float32[60, 7], float32[5, 12]
+  every pair has an expert: float32[18, 16], float32[9, 2]
+  [T*K], every other element: float32[28], float32[7, 4]
+  expanded rows and weights: float32[10, 6], float32[5, 2]
+  zero width: float32[10, 0], float32[5, 2]
+  weights without a gradient: float32[18, 16], float32[0]
+  transposed gradient: float32[18, 5], float32[9, 2]
+  expanded gradient: float32[18, 5], float32[9, 2]
+  no row: float32[0, 8], float32[0, 2]
 zero_fill
   fp32 [T], no padding: float32[16]
   fp32 [T, D], tail: float32[23, 16]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from thdops._version import __version__
 from thdops.ops.attention_thd.op import attention, attention_backends
 from thdops.ops.aux_loss.op import moe_aux_loss
+from thdops.ops.dispatch.op import permute_tokens, unpermute_tokens
 from thdops.ops.padding.op import (
     compact_rows,
     cu_seqlens_from_lengths,
@@ -33,9 +34,11 @@ __all__ = [
     "cu_seqlens_from_positions",
     "moe_aux_loss",
     "padding_mask",
+    "permute_tokens",
     "positions",
     "sequence_ids",
     "slice_cu_seqlens",
+    "unpermute_tokens",
     "zero_fill",
     "zero_fill_",
     "zero_fill_grad",
