@@ -31,6 +31,14 @@ for ends in malformed:
     thdops.cu_seqlens_from_positions(torch.tensor(ends * 10, device=device), 5)
 probs = torch.rand(rows, 8, device=device, requires_grad=True)
 thdops.moe_aux_loss(probs, torch.ones(8, device=device), 3, num_experts=8, topk=2, coeff=1.0).backward()
+for dtype in (torch.int16, torch.int32, torch.int64):
+    for ids in (torch.arange(-20, 100, device=device), torch.full((120,), torch.iinfo(dtype).min, device=device)):
+        x = torch.randn(rows, 20, device=device, requires_grad=True)
+        permuted, _, where = thdops.permute_tokens(x, ids.to(dtype).view(rows, 3), 8)
+        for map in (where, where * 1000, where.flip(0) + 100, torch.full_like(where, -(2**31))):
+            weights = torch.rand(rows, 3, device=device, requires_grad=True)
+            thdops.unpermute_tokens(permuted, map, weights).sum().backward(retain_graph=True)
+            thdops.unpermute_tokens(permuted, map).sum().backward(retain_graph=True)
 torch.cuda.synchronize()
 print("ran to the end")
 """
