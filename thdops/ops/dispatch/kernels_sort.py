@@ -26,7 +26,7 @@ _PLACED = 1024  # pairs of a program of the last step
 @triton.jit
 def _experts_of(indices, pair, inside, experts):
     """The expert of each pair, E where it has none."""
-    ids = tl.load(indices + pair, mask=inside, other=-1).to(tl.int64)
+    ids = tl.load(indices + pair, mask=inside, other=-1)
     return tl.where((ids >= 0) & (ids < experts), ids, experts).to(tl.int32)
 
 

@@ -60,7 +60,8 @@ def unpermute_tokens(rows: Tensor, map: Tensor, weights: Tensor | None = None) -
 
     Args:
         rows: `[T*K, ...]` fp32, bf16 or fp16 (fp64 on CPU), any strides.
-        map: int32 `[T, K]`, as `permute_tokens` returned it. Other contents give unspecified values but touch nothing outside.
+        map: int32 `[T, K]`, as `permute_tokens` returned it. Other contents touch nothing outside the tensors, but values are
+            unspecified, and rows that no pair names get no gradient written.
         weights: `[T, K]` fp32, bf16 or fp16 (fp64 on CPU), of any dtype beside rows', any strides; None: all ones.
 
     Returns:

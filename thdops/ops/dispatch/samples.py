@@ -390,4 +390,4 @@ def _grad_by_hand(grad: Tensor, rows: Tensor, map: Tensor, weights: Tensor) -> t
     scaled = (grad[:, None] * weights[..., None]).to(rows.dtype).flatten(0, 1)
     grad_rows = torch.empty_like(rows).index_copy_(0, number, scaled)
     each = rows.index_select(0, number).view(*map.shape, -1)
-    return grad_rows, (each * grad[:, None]).sum(-1, dtype=weights.dtype)
+    return grad_rows, (each * grad[:, None].to(weights.dtype)).sum(-1)
