@@ -6,16 +6,15 @@ q [Tq, Hq, Dqk], k [Tk, Hkv, Dqk], v [Tk, Hkv, Dv] -> out [Tq, Hq, Dv], lse [Hq,
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from meta_kernels.contract import (
     accumulation_dtype,
+    check_choice,
     check_count,
     check_cu_seqlens,
     check_device,
@@ -26,6 +25,7 @@ from meta_kernels.contract import (
     dtype_of,
     refusal,
     shape_of,
+    takes,
 )
 
 SOFTMAX_KINDS = ("vanilla", "off_by_one", "learnable")
@@ -98,21 +98,6 @@ def key_metadata(call: Call | GradCall) -> tuple[Tensor, Tensor | None]:
     if call.cu_seqlens_kv is None:
         return call.cu_seqlens_q, call.cu_seqlens_q_padded
     return call.cu_seqlens_kv, call.cu_seqlens_kv_padded
-
-
-def takes(record: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
-    """Let a function of one record be called with the record's fields, which is how the schema's arguments arrive."""
-    parameters = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in record._fields]
-
-    def decorate(function: Callable[[Any], Any]) -> Callable[..., Any]:
-        def spread(*fields: Any) -> Any:
-            return function(record(*fields))
-
-        spread.__name__, spread.__doc__ = function.__name__, function.__doc__
-        spread.__signature__ = inspect.Signature(parameters)
-        return spread
-
-    return decorate
 
 
 # --- checks and fakes ----------------------------------------------------------------------------------------------------------
@@ -246,8 +231,7 @@ def _check_metadata(op: str, call: Call | GradCall) -> None:
 
 def _check_softmax(op: str, call: Call | GradCall) -> None:
     sink = call.sink
-    if call.softmax not in SOFTMAX_KINDS:
-        raise refusal(op, "softmax", f"be one of {', '.join(SOFTMAX_KINDS)}", repr(call.softmax), "choose one")
+    check_choice(op, "softmax", call.softmax, SOFTMAX_KINDS)
     if sink is None:
         if call.softmax == "learnable":
             raise refusal(op, "sink", "be given with softmax='learnable'", "None", "pass a float32 [Hq], or another softmax")

@@ -9,12 +9,13 @@ from meta_kernels.contract import (
     FLOAT_DTYPES,
     accumulation_dtype,
     check_count,
-    check_device,
-    check_dtype,
+    check_dtype_and_device,
+    check_either,
     check_float,
+    check_mask,
+    check_one_element,
     check_rank,
     contiguous,
-    dtype_of,
     names_of,
     refusal,
     shape_of,
@@ -25,32 +26,11 @@ _COUNT_DTYPES = (torch.int32, torch.int64, torch.float32)
 _FLOAT32 = (torch.float32,)
 
 
-def _check_small(op: str, argument: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], device: torch.device, owner: str) -> None:
-    """`tensor` has one of `dtypes`, or fp64 on CPU (the reference's own precision), and stands on `device`."""
-    if tensor.dtype not in dtypes and (tensor.dtype != torch.float64 or device.type != "cpu"):
-        check_dtype(op, argument, tensor, dtypes)
-    check_device(op, argument, tensor, device, owner)
-
-
-def _check_one_element(op: str, argument: str, tensor: Tensor) -> None:
-    if tensor.numel() != 1:
-        raise refusal(op, argument, "have one element", f"shape {shape_of(tensor)}", "pass a 0-d tensor")
-
-
 def _check_mask(op: str, mask: Tensor, rows: int, folds: int, device: torch.device, owner: str) -> None:
-    if mask.dtype != torch.bool:
-        raise refusal(op, "padding_mask", "be bool, True on padding rows", dtype_of(mask), "cast it with .bool()", TypeError)
+    check_mask(op, mask, device, owner)
     if mask.dim() not in (1, 2) or mask.shape[0] != rows or (mask.dim() == 2 and mask.shape[1] != folds):
         rule = f"be [T] or [T, M] with T = {rows} rows and M = {folds} folded sequences"
         raise refusal(op, "padding_mask", rule, f"shape {shape_of(mask)}", "flatten it like the rows of probs")
-    check_device(op, "padding_mask", mask, device, owner)
-
-
-def _check_either(op: str, argument: str, value: object, tensor: Tensor | None, kind: str) -> None:
-    if (value is None) == (tensor is None):
-        got = "neither" if value is None else "both"
-        rule = f"be given either as {argument} ({kind}) or as {argument}_tensor"
-        raise refusal(op, argument, rule, got, "pass exactly one and None for the other")
 
 
 def check_moe_aux_loss(
@@ -79,17 +59,17 @@ def check_moe_aux_loss(
     if tokens_per_expert.dim() != 1 or tokens_per_expert.shape[0] != columns:
         rule = f"be [M*E] with one entry per column of probs ({columns})"
         raise refusal(op, "tokens_per_expert", rule, f"shape {shape_of(tokens_per_expert)}", "flatten it like the columns of probs")
-    _check_small(op, "tokens_per_expert", tokens_per_expert, _TOKEN_DTYPES, device, "probs")
-    _check_either(op, "total_num_tokens", total_num_tokens, total_num_tokens_tensor, "an int")
-    _check_either(op, "coeff", coeff, coeff_tensor, "a float")
+    check_dtype_and_device(op, "tokens_per_expert", tokens_per_expert, _TOKEN_DTYPES, device, "probs")
+    check_either(op, "total_num_tokens", total_num_tokens, total_num_tokens_tensor, "an int")
+    check_either(op, "coeff", coeff, coeff_tensor, "a float")
     if total_num_tokens_tensor is not None:
-        _check_small(op, "total_num_tokens", total_num_tokens_tensor, _COUNT_DTYPES, device, "probs")
-        _check_one_element(op, "total_num_tokens", total_num_tokens_tensor)
+        check_dtype_and_device(op, "total_num_tokens", total_num_tokens_tensor, _COUNT_DTYPES, device, "probs")
+        check_one_element(op, "total_num_tokens", total_num_tokens_tensor)
     elif total_num_tokens is not None:
         check_count(op, "total_num_tokens", total_num_tokens, 0)
     if coeff_tensor is not None:
-        _check_small(op, "coeff", coeff_tensor, _FLOAT32, device, "probs")
-        _check_one_element(op, "coeff", coeff_tensor)
+        check_dtype_and_device(op, "coeff", coeff_tensor, _FLOAT32, device, "probs")
+        check_one_element(op, "coeff", coeff_tensor)
     if padding_mask is not None:
         _check_mask(op, padding_mask, rows, columns // num_experts, device, "probs")
 
@@ -121,10 +101,10 @@ def check_moe_aux_loss_grad(
     device = tokens_per_expert.device
     if tokens_per_expert.dim() != 1:
         check_rank(op, "tokens_per_expert", tokens_per_expert, 1, "[M*E]")
-    _check_small(op, "tokens_per_expert", tokens_per_expert, _TOKEN_DTYPES, device, "tokens_per_expert")
+    check_dtype_and_device(op, "tokens_per_expert", tokens_per_expert, _TOKEN_DTYPES, device, "tokens_per_expert")
     for name, scalar in (("grad_loss", grad_loss), ("coefficient", coefficient)):
-        _check_small(op, name, scalar, _FLOAT32, device, "tokens_per_expert")
-        _check_one_element(op, name, scalar)
+        check_dtype_and_device(op, name, scalar, _FLOAT32, device, "tokens_per_expert")
+        check_one_element(op, name, scalar)
     check_count(op, "rows", rows, 0)
     if dtype not in FLOAT_DTYPES and (dtype != torch.float64 or device.type != "cpu"):
         got = f"{str(dtype).removeprefix('torch.')} on {device.type}"

@@ -5,7 +5,9 @@ T rows, B sequences. Shapes may be symbolic: compare them, never cast them with 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,6 +50,26 @@ def check_tensors(op: str, optional: Sequence[str] = (), **arguments: object) ->
             raise refusal(op, name, "be a tensor", got, "pass torch.as_tensor(...) on the device of the others", TypeError)
 
 
+def split_count(op: str, argument: str, value: object) -> tuple[int | None, Tensor | None]:
+    """A token count as the two arguments of a schema, one of them None. For public functions."""
+    if isinstance(value, Tensor):
+        return None, value
+    if isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
+        return value, None
+    fix = "pass int(...), or the device tensor"
+    raise refusal(op, argument, "be an int or a one-element tensor", type(value).__name__, fix, TypeError)
+
+
+def split_scale(op: str, argument: str, value: object) -> tuple[float | None, Tensor | None]:
+    """A coefficient as the two arguments of a schema, one of them None. For public functions."""
+    if isinstance(value, Tensor):
+        return None, value
+    if isinstance(value, (float, int)) and not isinstance(value, bool):
+        return float(value), None
+    fix = "pass float(...), or the device tensor"
+    raise refusal(op, argument, "be a float or a one-element fp32 tensor", type(value).__name__, fix, TypeError)
+
+
 def check_dtype(op: str, argument: str, tensor: Tensor, dtypes: Sequence[torch.dtype], fix: str = "cast it") -> None:
     """`tensor` has one of `dtypes`."""
     if tensor.dtype not in dtypes:
@@ -60,6 +82,15 @@ def check_float(op: str, argument: str, tensor: Tensor) -> None:
         return
     fix = "fp64 is served on CPU only, cast it to float32" if tensor.dtype == torch.float64 else "cast it"
     raise refusal(op, argument, f"be {names_of(FLOAT_DTYPES)}", f"{dtype_of(tensor)} on {tensor.device.type}", fix, TypeError)
+
+
+def check_dtype_and_device(
+    op: str, argument: str, tensor: Tensor, dtypes: Sequence[torch.dtype], device: torch.device, owner: str
+) -> None:
+    """`tensor` has one of `dtypes`, or fp64 on CPU (the reference's own precision), and stands on `device`, which is `owner`'s."""
+    if tensor.dtype not in dtypes and (tensor.dtype != torch.float64 or device.type != "cpu"):
+        check_dtype(op, argument, tensor, dtypes)
+    check_device(op, argument, tensor, device, owner)
 
 
 def check_rank(op: str, argument: str, tensor: Tensor, rank: int, layout: str) -> None:
@@ -116,6 +147,33 @@ def check_cu_seqlens(
     check_device(op, padded, cu_seqlens_padded, cu_seqlens.device, argument)
 
 
+def check_mask(op: str, mask: Tensor, device: torch.device, owner: str) -> None:
+    """`mask`, the argument `padding_mask`, is bool and stands on the device of `owner`."""
+    if mask.dtype != torch.bool:
+        raise refusal(op, "padding_mask", "be bool, True on padding rows", dtype_of(mask), "cast it with .bool()", TypeError)
+    check_device(op, "padding_mask", mask, device, owner)
+
+
+def check_one_element(op: str, argument: str, tensor: Tensor) -> None:
+    """`tensor` is a number: 0-d, or of one element."""
+    if tensor.numel() != 1:
+        raise refusal(op, argument, "have one element", f"shape {shape_of(tensor)}", "pass a 0-d tensor")
+
+
+def check_either(op: str, argument: str, value: object, tensor: Tensor | None, kind: str) -> None:
+    """Of a number and a tensor that stand for one argument, exactly one is given."""
+    if (value is None) == (tensor is None):
+        got = "neither" if value is None else "both"
+        rule = f"be given either as {argument} ({kind}) or as {argument}_tensor"
+        raise refusal(op, argument, rule, got, "pass exactly one and None for the other")
+
+
+def check_choice(op: str, argument: str, value: str, known: Sequence[str]) -> None:
+    """`value` is one of `known`."""
+    if value not in known:
+        raise refusal(op, argument, f"be one of {', '.join(known)}", repr(value), "choose one")
+
+
 def check_count(op: str, argument: str, value: int, least: int) -> None:
     """A size given as a Python int (or a symbolic one) is at least `least`."""
     if value < least:
@@ -125,3 +183,22 @@ def check_count(op: str, argument: str, value: int, least: int) -> None:
 def contiguous(*shape: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """What every launcher allocates: contiguous, whatever the strides of the inputs (`empty_like` would copy a permutation)."""
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def takes(record: type[Any]) -> Callable[[Callable[[Any], Any]], Callable[..., Any]]:
+    """Let a function of one record be called with the record's fields, which is how the schema's arguments arrive."""
+    defaults = record._field_defaults
+    parameters = [
+        inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=defaults.get(name, inspect.Parameter.empty))
+        for name in record._fields
+    ]
+
+    def decorate(function: Callable[[Any], Any]) -> Callable[..., Any]:
+        def spread(*fields: Any) -> Any:
+            return function(record(*fields))
+
+        spread.__name__, spread.__doc__ = function.__name__, function.__doc__
+        spread.__signature__ = inspect.Signature(parameters)
+        return spread
+
+    return decorate

@@ -22,6 +22,7 @@ from thdops.ops.padding.op import (
     zero_fill_,
     zero_fill_grad,
 )
+from thdops.ops.router.op import aux_loss_from_sums, router, router_scores, router_topk, z_loss_from_sums
 from thdops.packing import PackedSequences
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "__version__",
     "attention",
     "attention_backends",
+    "aux_loss_from_sums",
     "compact_rows",
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_positions",
@@ -36,9 +38,13 @@ __all__ = [
     "padding_mask",
     "permute_tokens",
     "positions",
+    "router",
+    "router_scores",
+    "router_topk",
     "sequence_ids",
     "slice_cu_seqlens",
     "unpermute_tokens",
+    "z_loss_from_sums",
     "zero_fill",
     "zero_fill_",
     "zero_fill_grad",

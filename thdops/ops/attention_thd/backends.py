@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from meta_kernels.attention_thd import Call, GradCall, takes
+from meta_kernels.attention_thd import Call, GradCall
+from meta_kernels.contract import takes
 from thdops.ops.attention_thd import reference, torch_backend
 
 

@@ -24,7 +24,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from meta_kernels.attention_thd import Call, GradCall, key_metadata, statistics_dtype, takes
+from meta_kernels.attention_thd import Call, GradCall, key_metadata, statistics_dtype
+from meta_kernels.contract import takes
 from thdops.ops.padding.reference import Rows, locate_rows
 
 # Scores of one block: small enough to stay in cache, large enough to keep the cores busy.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from meta_kernels import aux_loss as contract
-from meta_kernels.contract import check_tensors, refusal
+from meta_kernels.contract import check_tensors, split_count, split_scale
 from thdops.namespace import REGISTRY
 from thdops.ops.aux_loss import reference, samples
 from thdops.registry import OpSpec, register
@@ -57,32 +57,12 @@ def moe_aux_loss(
             `topk` out of range; a negative Python int N.
     """
     check_tensors("moe_aux_loss", ("padding_mask",), probs=probs, tokens_per_expert=tokens_per_expert, padding_mask=padding_mask)
-    count: int | None = None
-    count_tensor: Tensor | None = None
-    if isinstance(total_num_tokens, Tensor):
-        count_tensor = total_num_tokens
-    elif isinstance(total_num_tokens, (int, torch.SymInt)) and not isinstance(total_num_tokens, bool):
-        count = total_num_tokens
-    else:
-        raise _neither(
-            "total_num_tokens", "an int or a one-element tensor", total_num_tokens, "pass int(...), or the device tensor"
-        )
-    scale: float | None = None
-    scale_tensor: Tensor | None = None
-    if isinstance(coeff, Tensor):
-        scale_tensor = coeff
-    elif isinstance(coeff, (float, int)) and not isinstance(coeff, bool):
-        scale = float(coeff)
-    else:
-        raise _neither("coeff", "a float or a one-element fp32 tensor", coeff, "pass float(...), or the device tensor")
+    count, count_tensor = split_count("moe_aux_loss", "total_num_tokens", total_num_tokens)
+    scale, scale_tensor = split_scale("moe_aux_loss", "coeff", coeff)
     loss, _ = torch.ops.thdops.moe_aux_loss(
         probs, tokens_per_expert, count_tensor, scale_tensor, padding_mask, num_experts, topk, count, scale
     )
     return loss
-
-
-def _neither(argument: str, kinds: str, got: object, fix: str) -> Exception:
-    return refusal("moe_aux_loss", argument, f"be {kinds}", type(got).__name__, fix, TypeError)
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------------------
