@@ -22,11 +22,21 @@ from thdops.ops.padding.op import (
     zero_fill_,
     zero_fill_grad,
 )
-from thdops.ops.router.op import aux_loss_from_sums, router, router_scores, router_topk, z_loss_from_sums
+from thdops.ops.router.op import (
+    RouterOutput,
+    RouterSums,
+    aux_loss_from_sums,
+    router,
+    router_scores,
+    router_topk,
+    z_loss_from_sums,
+)
 from thdops.packing import PackedSequences
 
 __all__ = [
     "PackedSequences",
+    "RouterOutput",
+    "RouterSums",
     "__version__",
     "attention",
     "attention_backends",

@@ -25,11 +25,12 @@ def choose(keys: Tensor, topk: int, num_groups: int | None = None, group_topk: i
     order = descending(keys)
     if num_groups is None or group_topk is None:
         return order[:, :topk]
-    grouped = keys.unflatten(1, (num_groups, -1))
+    rows, experts = keys.shape
+    grouped = keys.view(rows, num_groups, experts // num_groups)
     best = grouped.gather(2, descending(grouped)[..., : topk // group_topk])
     groups = descending(best.sum(-1))[:, :group_topk]
-    open_groups = torch.zeros(len(keys), num_groups, dtype=torch.bool, device=keys.device).scatter(1, groups, True)
-    closed = ~open_groups.repeat_interleave(keys.shape[1] // num_groups, dim=1)
+    open_groups = torch.zeros(rows, num_groups, dtype=torch.bool, device=keys.device).scatter(1, groups, True)
+    closed = ~open_groups.repeat_interleave(experts // num_groups, dim=1)
     # Experts of closed groups go behind all others, NaN included; the rest keeps its order.
     last = closed.gather(1, order).byte().sort(dim=1, stable=True).indices
     return order.gather(1, last)[:, :topk]
@@ -44,5 +45,5 @@ def mask_of(chosen: Tensor, routed: Tensor, experts: int) -> Tensor:
 def bitmap_of(mask: Tensor) -> Tensor:
     """uint8 [T, ceil(E/8)]: expert e is bit e % 8 of byte e // 8; spare bits are 0."""
     rows, experts = mask.shape
-    bits = torch.nn.functional.pad(mask, (0, -experts % 8)).view(rows, -1, 8).byte()
+    bits = torch.nn.functional.pad(mask, (0, -experts % 8)).view(rows, (experts + 7) // 8, 8).byte()
     return (bits << torch.arange(8, dtype=torch.uint8, device=mask.device)).sum(-1, dtype=torch.uint8)

@@ -175,6 +175,7 @@ def router_topk_samples(device: torch.device) -> Iterator[Sample]:
     yield Sample("all experts", _call(logits_of(7, 5, device), topk=5, **in_order))
     yield Sample("one expert", _call(logits_of(5, 1, device), topk=1, score_function="sqrtsoftplus"))
     yield Sample("no row", _call(logits_of(0, 8, device), None, nowhere(0, device)))
+    yield Sample("no row, groups, bitmap", _call(logits_of(0, 12, device), topk=4, routing_format="bitmap", **grouped))
     yield Sample("scaled by 0", _call(logits_of(5, 8, device), scaling_factor=0.0))
     yield Sample("many experts, large K", _call(logits_of(3, 300, device), topk=36, **in_order))
 

@@ -40,7 +40,7 @@ def router_scores_samples(device: torch.device) -> Iterator[Sample]:
         yield Sample(f"bf16, ties, {score_function}", (tied_logits(13, 20, device), None, 6, score_function, "mask"))
     yield Sample("all experts", (logits_of(7, 5, device), None, 5, "sigmoid", "mask"))
     yield Sample("one expert", (logits_of(5, 1, device), None, 1, "softmax", "mask"))
-    yield Sample("no row", (logits_of(0, 8, device), nowhere(0, device), 2, "softmax", "mask"))
+    yield Sample("no row", (logits_of(0, 8, device), nowhere(0, device), 2, "softmax", "bitmap"))
     yield Sample("many experts, large K", (logits_of(3, 300, device), None, 36, "sqrtsoftplus", "mask"))
     yield Sample("fp16, transposed", (logits_of(12, 10, device, torch.float16).t(), None, 3, "sigmoid", "mask"))
     yield Sample(
