@@ -454,7 +454,7 @@ def test_strided_probs_reach_the_kernel_without_a_copy(layout: str) -> None:
     probs = laid_out(random_probs(8, 8), layout)
     launches: list[tuple[Any, ...]] = []
     launcher = load_launcher(REGISTRY["moe_aux_loss"], REGISTRY.schema("moe_aux_loss"))
-    with intercept(lambda kernel, grid, args, constants, num_warps: launches.append(args)):
+    with intercept(lambda kernel, grid, args, constants, options: launches.append(args)):
         launcher(probs, random_tokens(8), None, None, None, 8, 2, 8, 0.01)
     assert len(launches) == 2
     assert launches[0][1].data_ptr() == probs.data_ptr()

@@ -183,7 +183,7 @@ def test_launches_do_not_depend_on_the_contents_of_metadata() -> None:
         seen: list[Any] = []
         batch = (offsets(*valid), offsets(*padded))
         x = torch.zeros(4096, 8)
-        with intercept(lambda kernel, grid, args, constexprs, num_warps: seen.append((kernel, grid, constexprs, num_warps))):
+        with intercept(lambda kernel, grid, args, constexprs, options: seen.append((kernel, grid, constexprs, options))):
             for name in ("padding_mask", "sequence_ids", "positions", "compact_rows"):
                 load_launcher(REGISTRY[name], REGISTRY.schema(name))(*batch, 4096)
             load_launcher(REGISTRY["zero_fill"], REGISTRY.schema("zero_fill"))(x, *batch)

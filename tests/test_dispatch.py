@@ -473,7 +473,7 @@ def test_rows_that_are_runs_of_memory_are_not_copied(layout: str) -> None:
     launches: dict[str, list[Any]] = {}
     for name, args in zip(OPS, ((x, map, 3), (rows, map, weights), (x, rows, map, weights)), strict=True):
         launcher = load_launcher(REGISTRY[name], REGISTRY.schema(name))
-        with intercept(lambda kernel, grid, args, constants, num_warps, name=name: launches.setdefault(name, []).append(args)):
+        with intercept(lambda kernel, grid, args, constants, options, name=name: launches.setdefault(name, []).append(args)):
             launcher(*args)
     assert [len(launches[name]) for name in OPS] == [4, 1, 1]
     assert launches["permute_tokens"][-1][0] == x.data_ptr()

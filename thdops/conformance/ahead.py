@@ -96,9 +96,9 @@ class _Compiler:
         self.failures: list[str] = []
 
     def __call__(
-        self, kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constexprs: tuple[Any, ...], num_warps: int
+        self, kernel: Any, grid: tuple[int, int, int], args: tuple[Any, ...], constexprs: tuple[Any, ...], options: dict[str, int]
     ) -> None:
-        key = (id(kernel), num_warps, constexprs, tuple(map(_kind, args)))
+        key = (id(kernel), tuple(options.items()), constexprs, tuple(map(_kind, args)))
         if key in self.seen:
             return
         self.seen.add(key)
@@ -106,7 +106,7 @@ class _Compiler:
             self.driver.device = device
             name = f"{kernel.__name__} sm_{architecture}"
             try:
-                kernel.warmup(*args, *constexprs, grid=grid, num_warps=num_warps)
+                kernel.warmup(*args, *constexprs, grid=grid, **options)
                 self.compiled.append(name)
             except Exception as error:
                 self.failures.append(f"{name}: {_reason(error)}")

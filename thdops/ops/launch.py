@@ -28,27 +28,38 @@ _COMPILED_KEPT = 8192  # callers may name a key per shape; Triton keeps the kern
 _interceptor: Callable[..., None] | None = None
 
 
-def launch(kernel: Any, grid: Grid, args: tuple[Any, ...], constexprs: tuple[Any, ...], num_warps: int = 4) -> None:
+def launch(
+    kernel: Any, grid: Grid, args: tuple[Any, ...], constexprs: tuple[Any, ...], num_warps: int = 4, registers: int | None = None
+) -> None:
     """Launch `kernel` over `grid` on the current device and stream.
 
-    `args` are the leading parameters: tensors, ints, floats, None, or tuples of these; `constexprs` the trailing ones.
+    `args` are the leading parameters: tensors, ints, floats, None, or tuples of these; `constexprs` the trailing ones. `registers`
+    bounds what a thread may use, so that more of them run at a time.
     """
-    key = [id(kernel), num_warps, constexprs, *map(type, constexprs)]  # True, 1 and 1.0 are equal and compile to different code
+    key = [id(kernel), num_warps, registers, constexprs, *map(type, constexprs)]  # True, 1 and 1.0 are equal and compile to different code
     for arg in args:
         _append_kind(key, arg)
-    launch_as(tuple(key), kernel, grid, args, constexprs, num_warps)
+    launch_as(tuple(key), kernel, grid, args, constexprs, num_warps, registers)
 
 
-def launch_as(key: Any, kernel: Any, grid: Grid, args: tuple[Any, ...], constexprs: tuple[Any, ...], num_warps: int = 4) -> None:
+def launch_as(
+    key: Any,
+    kernel: Any,
+    grid: Grid,
+    args: tuple[Any, ...],
+    constexprs: tuple[Any, ...],
+    num_warps: int = 4,
+    registers: int | None = None,
+) -> None:
     """`launch` for a caller that knows a key which determines all that specialises the kernel.
 
-    That is: the kernel, `constexprs`, `num_warps`, the dtype and 16-byte alignment of each tensor, which integers need 64 bits
+    That is: the kernel, `constexprs`, `num_warps`, `registers`, the dtype and 16-byte alignment of each tensor, which integers need 64 bits
     and, for integers inside a tuple, which are 1 or multiples of 16.
     """
     if 0 in grid:
         return
     if _interceptor is not None:
-        _interceptor(kernel, grid, args, constexprs, num_warps)
+        _interceptor(kernel, grid, args, constexprs, _options(num_warps, registers))
         return
     if isinstance(kernel, InterpretedFunction):
         kernel[grid](*args, *constexprs, num_warps=num_warps)
@@ -59,13 +70,18 @@ def launch_as(key: Any, kernel: Any, grid: Grid, args: tuple[Any, ...], constexp
         _refuse_specialised_integers(kernel, args)
         if len(_compiled) >= _COMPILED_KEPT:
             _compiled.clear()
-        _compiled[key, device] = kernel[grid](*args, *constexprs, num_warps=num_warps)
+        _compiled[key, device] = kernel[grid](*args, *constexprs, **_options(num_warps, registers))
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     if not knobs.runtime.launch_enter_hook.calls:
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constexprs)
     else:  # a profiler wants to see launches
         compiled[grid](*args, *constexprs, stream=stream)
+
+
+def _options(num_warps: int, registers: int | None) -> dict[str, int]:
+    """What Triton calls them."""
+    return {"num_warps": num_warps} if registers is None else {"num_warps": num_warps, "maxnreg": registers}
 
 
 def _append_kind(key: list[Any], arg: Any) -> None:
@@ -95,7 +111,7 @@ def _refuse_specialised_integers(kernel: Any, args: tuple[Any, ...]) -> None:
 
 @contextmanager
 def intercept(interceptor: Callable[..., None]) -> Iterator[None]:
-    """Hand every launch to `interceptor(kernel, grid, args, constexprs, num_warps)` instead of launching it."""
+    """Hand every launch to `interceptor(kernel, grid, args, constexprs, options)` instead of launching it."""
     global _interceptor
     previous, _interceptor = _interceptor, interceptor
     try:
