@@ -158,7 +158,7 @@ def random_mask(rows: int, device: torch.device, seed: int = 1) -> Tensor:
 # --- comparing --------------------------------------------------------------------------------------------------------------------
 
 
-def tolerance(experts: int) -> dict[str, float]:
+def tolerance(experts: int) -> dict[str, Any]:
     """What probabilities and gradients of E experts in fp32 may be off."""
     return {"atol": max(1e-5, 4e-7 * experts), "rtol": max(1.3e-6, 4e-7 * experts)}
 

@@ -443,6 +443,256 @@ thdops::slice_cu_seqlens(Tensor cu_seqlens, Tensor? cu_seqlens_padded, SymInt st
     ValueError: slice_cu_seqlens: start must be at least 0, got -1; pass a larger one
   length below 0
     ValueError: slice_cu_seqlens: length must be at least 0, got -8; pass a larger one
+thdops::router_topk(Tensor logits, Tensor? expert_bias, Tensor? padding_mask, SymInt topk, str score_function, bool pre_softmax, bool normalize, SymInt? num_groups, SymInt? group_topk, float? scaling_factor, str probs_format, str routing_format, ScalarType index_dtype, str pad_routing, SymInt pad_index) -> (Tensor probs, Tensor routing, Tensor chosen)
+  logits of rank 3
+    ValueError: router_topk: logits must have 2 dimensions [T, E], got shape [2, 3, 8]; reshape it
+  integer logits
+    TypeError: router_topk: logits must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  no expert
+    ValueError: router_topk: logits must have at least one column, got shape [6, 0]; pass one column per expert
+  topk 0
+    ValueError: router_topk: topk must be from 1 to the number of experts (8), got 0; pass another
+  topk 9
+    ValueError: router_topk: topk must be from 1 to the number of experts (8), got 9; pass another
+  unknown score_function
+    ValueError: router_topk: score_function must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'; choose one
+  pre_softmax of sigmoid scores
+    ValueError: router_topk: pre_softmax must be False unless score_function is softmax, got True with 'sigmoid'; pass normalize=False for scores that are not renormalised
+  softmax that is not normalised
+    ValueError: router_topk: normalize must be True for a softmax over the chosen logits, got False; pass pre_softmax=True for the softmax over all experts
+  bias of a softmax
+    ValueError: router_topk: expert_bias must be None with score_function 'softmax', got a tensor; a bias is added to sigmoid or sqrtsoftplus scores
+  bias of another length
+    ValueError: router_topk: expert_bias must be [E] with one entry per expert (8), got shape [4]; pass one number per column of logits
+  bias of integers
+    TypeError: router_topk: expert_bias must be float32 or bfloat16 or float16, got int64 on cpu; cast it
+  groups without group_topk
+    ValueError: router_topk: group_topk must be given where num_groups is, got None; pass both or neither
+  group_topk without groups
+    ValueError: router_topk: num_groups must be given where group_topk is, got None; pass both or neither
+  groups that do not divide the experts
+    ValueError: router_topk: num_groups must divide the number of experts (8), got 3; groups are equally large
+  more groups chosen than there are
+    ValueError: router_topk: group_topk must be from 1 to num_groups (4), got 5; pass another
+  topk that groups do not divide
+    ValueError: router_topk: topk must be a multiple of group_topk (2), got 3; a group is ranked by its topk / group_topk best experts
+  more experts than the groups hold
+    ValueError: router_topk: topk must be at most the experts of 2 groups (4), got 6; choose more groups
+  unknown probs
+    ValueError: router_topk: probs must be one of dense, topk, got 'list'; choose one
+  unknown routing
+    ValueError: router_topk: routing must be one of mask, indices, bitmap, got 'list'; choose one
+  unknown pad_routing
+    ValueError: router_topk: pad_routing must be one of nowhere, keep, got 'list'; choose one
+  bitmap beside probs in order
+    ValueError: router_topk: routing must have an order with probs='topk', got 'bitmap'; pass routing='indices', or probs='dense'
+  index_dtype uint8
+    TypeError: router_topk: index_dtype must be int16 or int32 or int64, got uint8; pass one of these
+  more experts than int16 holds
+    ValueError: router_topk: index_dtype must hold 32768 experts, got int16; pass torch.int32
+  pad_index that is an expert
+    ValueError: router_topk: pad_index must be -1 or the number of experts (8), got 7; choose one
+  mask of integers
+    TypeError: router_topk: padding_mask must be bool, True on padding rows, got int64; cast it with .bool()
+  mask of shape [5]
+    ValueError: router_topk: padding_mask must be [T] with one entry per row of logits (6), got shape [5]; flatten it like the rows of logits
+  mask of shape [6, 1]
+    ValueError: router_topk: padding_mask must be [T] with one entry per row of logits (6), got shape [6, 1]; flatten it like the rows of logits
+thdops::router_topk_grad(Tensor grad_probs, Tensor logits, Tensor chosen, str score_function, bool pre_softmax, bool normalize, float? scaling_factor, str probs_format) -> Tensor
+  logits of rank 3
+    ValueError: router_topk_grad: logits must have 2 dimensions [T, E], got shape [2, 3, 8]; reshape it
+  integer logits
+    TypeError: router_topk_grad: logits must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  no expert
+    ValueError: router_topk_grad: logits must have at least one column, got shape [6, 0]; pass one column per expert
+  unknown score_function
+    ValueError: router_topk_grad: score_function must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'; choose one
+  pre_softmax of sigmoid scores
+    ValueError: router_topk_grad: pre_softmax must be False unless score_function is softmax, got True with 'sigmoid'; pass normalize=False for scores that are not renormalised
+  softmax that is not normalised
+    ValueError: router_topk_grad: normalize must be True for a softmax over the chosen logits, got False; pass pre_softmax=True for the softmax over all experts
+  unknown probs
+    ValueError: router_topk_grad: probs must be one of dense, topk, got 'list'; choose one
+  chosen of a bad dtype
+    TypeError: router_topk_grad: chosen must be int32, got int64; pass the forward's
+  chosen of other rows
+    ValueError: router_topk_grad: chosen must be [T, K] with T = 6 rows and K from 1 to 8, got shape [5, 2]; pass the forward's
+  chosen, transposed
+    ValueError: router_topk_grad: chosen must be contiguous, got strides [1, 6]; pass the forward's
+  gradient of other probs
+    ValueError: router_topk_grad: grad_probs must have shape [6, 8], got [6, 2]; pass the forward's, or its gradient
+  gradient of a bad dtype
+    TypeError: router_topk_grad: grad_probs must be float32, got bfloat16; pass the forward's, or its gradient
+thdops::router_scores(Tensor logits, Tensor? padding_mask, SymInt topk, str score_function, str routing_format="mask") -> (Tensor scores, Tensor routing)
+  logits of rank 3
+    ValueError: router_scores: logits must have 2 dimensions [T, E], got shape [2, 3, 8]; reshape it
+  integer logits
+    TypeError: router_scores: logits must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  no expert
+    ValueError: router_scores: logits must have at least one column, got shape [6, 0]; pass one column per expert
+  topk 0
+    ValueError: router_scores: topk must be from 1 to the number of experts (8), got 0; pass another
+  topk 9
+    ValueError: router_scores: topk must be from 1 to the number of experts (8), got 9; pass another
+  unknown score_function
+    ValueError: router_scores: score_function must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'; choose one
+  indices
+    ValueError: router_scores: routing must be mask or bitmap, got 'indices'; call router_topk, which orders them
+  unknown routing
+    ValueError: router_scores: routing must be one of mask, indices, bitmap, got 'list'; choose one
+  mask of integers
+    TypeError: router_scores: padding_mask must be bool, True on padding rows, got int64; cast it with .bool()
+  mask of shape [5]
+    ValueError: router_scores: padding_mask must be [T] with one entry per row of logits (6), got shape [5]; flatten it like the rows of logits
+  mask of shape [6, 1]
+    ValueError: router_scores: padding_mask must be [T] with one entry per row of logits (6), got shape [6, 1]; flatten it like the rows of logits
+thdops::router_scores_grad(Tensor grad_scores, Tensor logits, Tensor? padding_mask, str score_function) -> Tensor
+  logits of rank 3
+    ValueError: router_scores_grad: logits must have 2 dimensions [T, E], got shape [2, 3, 8]; reshape it
+  integer logits
+    TypeError: router_scores_grad: logits must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  no expert
+    ValueError: router_scores_grad: logits must have at least one column, got shape [6, 0]; pass one column per expert
+  unknown score_function
+    ValueError: router_scores_grad: score_function must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'; choose one
+  gradient of other scores
+    ValueError: router_scores_grad: grad_scores must have shape [6, 8], got [6, 7]; pass the forward's, or its gradient
+  gradient of a bad dtype
+    TypeError: router_scores_grad: grad_scores must be float32, got float16; pass the forward's, or its gradient
+  mask of integers
+    TypeError: router_scores_grad: padding_mask must be bool, True on padding rows, got int64; cast it with .bool()
+  mask of shape [5]
+    ValueError: router_scores_grad: padding_mask must be [T] with one entry per row of logits (6), got shape [5]; flatten it like the rows of logits
+  mask of shape [6, 1]
+    ValueError: router_scores_grad: padding_mask must be [T] with one entry per row of logits (6), got shape [6, 1]; flatten it like the rows of logits
+thdops::router(Tensor logits, Tensor? expert_bias, Tensor? padding_mask, Tensor? cu_seqlens, Tensor? cu_seqlens_padded, Tensor? total_num_tokens_tensor, Tensor? aux_coeff_tensor, Tensor? z_coeff_tensor, SymInt topk, str score_function, bool pre_softmax, bool normalize, SymInt? num_groups, SymInt? group_topk, float? scaling_factor, str probs_format, str routing_format, ScalarType index_dtype, str pad_routing, SymInt pad_index, str aux_score_function, str reduction, SymInt? total_num_tokens=None, float? aux_coeff=None, float? z_coeff=None) -> (Tensor probs, Tensor routing, Tensor chosen, Tensor tokens_per_expert, Tensor aux_loss, Tensor z_loss, Tensor score_sums, Tensor counts, Tensor z_sum, Tensor num_tokens, Tensor coefficients)
+  logits of rank 3
+    ValueError: router: logits must have 2 dimensions [T, E], got shape [2, 3, 8]; reshape it
+  integer logits
+    TypeError: router: logits must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  no expert
+    ValueError: router: logits must have at least one column, got shape [6, 0]; pass one column per expert
+  topk 0
+    ValueError: router: topk must be from 1 to the number of experts (8), got 0; pass another
+  topk 9
+    ValueError: router: topk must be from 1 to the number of experts (8), got 9; pass another
+  unknown score_function
+    ValueError: router: score_function must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'; choose one
+  pre_softmax of sigmoid scores
+    ValueError: router: pre_softmax must be False unless score_function is softmax, got True with 'sigmoid'; pass normalize=False for scores that are not renormalised
+  softmax that is not normalised
+    ValueError: router: normalize must be True for a softmax over the chosen logits, got False; pass pre_softmax=True for the softmax over all experts
+  bias of a softmax
+    ValueError: router: expert_bias must be None with score_function 'softmax', got a tensor; a bias is added to sigmoid or sqrtsoftplus scores
+  bias of another length
+    ValueError: router: expert_bias must be [E] with one entry per expert (8), got shape [4]; pass one number per column of logits
+  bias of integers
+    TypeError: router: expert_bias must be float32 or bfloat16 or float16, got int64 on cpu; cast it
+  groups without group_topk
+    ValueError: router: group_topk must be given where num_groups is, got None; pass both or neither
+  group_topk without groups
+    ValueError: router: num_groups must be given where group_topk is, got None; pass both or neither
+  groups that do not divide the experts
+    ValueError: router: num_groups must divide the number of experts (8), got 3; groups are equally large
+  more groups chosen than there are
+    ValueError: router: group_topk must be from 1 to num_groups (4), got 5; pass another
+  topk that groups do not divide
+    ValueError: router: topk must be a multiple of group_topk (2), got 3; a group is ranked by its topk / group_topk best experts
+  more experts than the groups hold
+    ValueError: router: topk must be at most the experts of 2 groups (4), got 6; choose more groups
+  unknown probs
+    ValueError: router: probs must be one of dense, topk, got 'list'; choose one
+  unknown routing
+    ValueError: router: routing must be one of mask, indices, bitmap, got 'list'; choose one
+  unknown pad_routing
+    ValueError: router: pad_routing must be one of nowhere, keep, got 'list'; choose one
+  bitmap beside probs in order
+    ValueError: router: routing must have an order with probs='topk', got 'bitmap'; pass routing='indices', or probs='dense'
+  index_dtype uint8
+    TypeError: router: index_dtype must be int16 or int32 or int64, got uint8; pass one of these
+  more experts than int16 holds
+    ValueError: router: index_dtype must hold 32768 experts, got int16; pass torch.int32
+  pad_index that is an expert
+    ValueError: router: pad_index must be -1 or the number of experts (8), got 7; choose one
+  mask of integers
+    TypeError: router: padding_mask must be bool, True on padding rows, got int64; cast it with .bool()
+  mask of shape [5]
+    ValueError: router: padding_mask must be [T] with one entry per row of logits (6), got shape [5]; flatten it like the rows of logits
+  mask of shape [6, 1]
+    ValueError: router: padding_mask must be [T] with one entry per row of logits (6), got shape [6, 1]; flatten it like the rows of logits
+  unknown aux_score_function
+    ValueError: router: aux_score_function must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'; choose one
+  unknown reduction
+    ValueError: router: reduction must be one of mean, sum, got 'none'; choose one
+  padded offsets alone
+    ValueError: router: cu_seqlens_padded must come with cu_seqlens, got it alone; pass both or neither
+  float cu_seqlens
+    TypeError: router: cu_seqlens must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  padded offsets of another length
+    ValueError: router: cu_seqlens_padded must have as many entries as cu_seqlens (3), got 2; pass B+1 offsets in both
+  a count of the batch and sequences
+    ValueError: router: total_num_tokens must be None where cu_seqlens is given, got both; leave it out: each sequence counts its own rows
+  negative count
+    ValueError: router: total_num_tokens must be at least 0, got -1; pass a larger one
+  count of a bad dtype
+    TypeError: router: total_num_tokens must be int32 or int64 or float32, got bool; cast it
+  aux_coeff of a bad dtype
+    TypeError: router: aux_coeff must be float32, got bfloat16; cast it
+  several aux_coeff
+    ValueError: router: aux_coeff must have one element, got shape [2]; pass a 0-d tensor
+  two of aux_coeff
+    ValueError: router: aux_coeff must be given either as aux_coeff (a float) or as aux_coeff_tensor, got both; pass exactly one and None for the other
+  z_coeff of a bad dtype
+    TypeError: router: z_coeff must be float32, got bfloat16; cast it
+  several z_coeff
+    ValueError: router: z_coeff must have one element, got shape [2]; pass a 0-d tensor
+  two of z_coeff
+    ValueError: router: z_coeff must be given either as z_coeff (a float) or as z_coeff_tensor, got both; pass exactly one and None for the other
+thdops::router_grad(Tensor logits, Tensor chosen, Tensor? grad_probs, Tensor? grad_aux, Tensor? grad_z, Tensor? grad_score_sums, Tensor? grad_z_sum, Tensor counts, Tensor coefficients, Tensor? padding_mask, Tensor? cu_seqlens, Tensor? cu_seqlens_padded, str score_function, bool pre_softmax, bool normalize, float? scaling_factor, str probs_format, str aux_score_function) -> Tensor
+  logits of rank 3
+    ValueError: router_grad: logits must have 2 dimensions [T, E], got shape [2, 3, 8]; reshape it
+  integer logits
+    TypeError: router_grad: logits must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  no expert
+    ValueError: router_grad: logits must have at least one column, got shape [6, 0]; pass one column per expert
+  unknown score_function
+    ValueError: router_grad: score_function must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'; choose one
+  pre_softmax of sigmoid scores
+    ValueError: router_grad: pre_softmax must be False unless score_function is softmax, got True with 'sigmoid'; pass normalize=False for scores that are not renormalised
+  softmax that is not normalised
+    ValueError: router_grad: normalize must be True for a softmax over the chosen logits, got False; pass pre_softmax=True for the softmax over all experts
+  unknown aux_score_function
+    ValueError: router_grad: aux_score_function must be one of softmax, sigmoid, sqrtsoftplus, got 'relu'; choose one
+  unknown probs
+    ValueError: router_grad: probs must be one of dense, topk, got 'list'; choose one
+  chosen of a bad dtype
+    TypeError: router_grad: chosen must be int32, got int64; pass the forward's
+  chosen of other rows
+    ValueError: router_grad: chosen must be [T, K] with T = 6 rows and K from 1 to 8, got shape [5, 2]; pass the forward's
+  chosen, transposed
+    ValueError: router_grad: chosen must be contiguous, got strides [1, 6]; pass the forward's
+  mask of integers
+    TypeError: router_grad: padding_mask must be bool, True on padding rows, got int64; cast it with .bool()
+  mask of shape [5]
+    ValueError: router_grad: padding_mask must be [T] with one entry per row of logits (6), got shape [5]; flatten it like the rows of logits
+  mask of shape [6, 1]
+    ValueError: router_grad: padding_mask must be [T] with one entry per row of logits (6), got shape [6, 1]; flatten it like the rows of logits
+  padded offsets alone
+    ValueError: router_grad: cu_seqlens_padded must come with cu_seqlens, got it alone; pass both or neither
+  float cu_seqlens
+    TypeError: router_grad: cu_seqlens must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  padded offsets of another length
+    ValueError: router_grad: cu_seqlens_padded must have as many entries as cu_seqlens (3), got 2; pass B+1 offsets in both
+  gradient of other probs
+    ValueError: router_grad: grad_probs must have shape [6, 8], got [6, 2]; pass the forward's, or its gradient
+  gradient of a bad dtype
+    TypeError: router_grad: grad_probs must be float32, got bfloat16; pass the forward's, or its gradient
+  gradient of another loss
+    ValueError: router_grad: grad_aux must have shape [], got [1]; pass the forward's, or its gradient
+  coefficients of sequences
+    ValueError: router_grad: coefficients must have shape [2], got [3]; pass the forward's, or its gradient
+  counts of a bad dtype
+    TypeError: router_grad: counts must be int64, got int32; pass the forward's, or its gradient
 """,
     )
 
@@ -681,5 +931,165 @@ slice_cu_seqlens
   rows before the first, rows 1 to 7: int32[3], int32[3]
   sentinels, rows 4 to 16: int32[33], int32[33]
   no sequence, rows 1 to 4: int32[1], int32[1]
+router_topk
+  softmax, dense, mask: float32[16, 8], bool[16, 8], int32[16, 2]
+  softmax, dense, mask, other sizes: float32[24, 40], bool[24, 40], int32[24, 3]
+  sigmoid, bias, groups, in order, int32: float32[19, 4], int32[19, 4], int32[19, 4]
+  sqrtsoftplus, bf16 bias, scaled, bitmap: float32[19, 12], uint8[19, 2], int32[19, 3]
+  softmax over all experts, scaled: float32[11, 44], bool[11, 44], int32[11, 6]
+  softmax over all experts, in order, int16: float32[19, 3], int16[19, 3], int32[19, 3]
+  softmax, groups, bitmap of eighths: float32[9, 16], uint8[9, 2], int32[9, 4]
+  sigmoid, not normalised: float32[9, 12], bool[9, 12], int32[9, 3]
+  sigmoid, K = 1, fp16 bias: float32[9, 12], bool[9, 12], int32[9, 1]
+  sqrtsoftplus, K = 1, fp16 bias: float32[9, 12], bool[9, 12], int32[9, 1]
+  groups of one expert: float32[9, 8], bool[9, 8], int32[9, 2]
+  one group: float32[9, 8], bool[9, 8], int32[9, 2]
+  all experts: float32[7, 5], int64[7, 5], int32[7, 5]
+  one expert: float32[5, 1], bool[5, 1], int32[5, 1]
+  no row: float32[0, 8], bool[0, 8], int32[0, 2]
+  no row, groups, bitmap: float32[0, 12], uint8[0, 2], int32[0, 4]
+  scaled by 0: float32[5, 8], bool[5, 8], int32[5, 2]
+  many experts, large K: float32[3, 36], int64[3, 36], int32[3, 36]
+  bf16, ties: bfloat16[13, 6], int64[13, 6], int32[13, 6]
+  bf16, ties of scores and of groups: bfloat16[13, 4], int64[13, 4], int32[13, 4]
+  fp32, ties: float32[8, 12], bool[8, 12], int32[8, 5]
+  NaN and -inf, softmax: float32[9, 3], int64[9, 3], int32[9, 3]
+  NaN and -inf, sigmoid: float32[9, 3], int64[9, 3], int32[9, 3]
+  NaN and -inf, sqrtsoftplus: float32[9, 3], int64[9, 3], int32[9, 3]
+  NaN and -inf, softmax over all experts: float32[9, 12], bool[9, 12], int32[9, 3]
+  NaN and -inf, groups: float32[9, 4], int64[9, 4], int32[9, 4]
+  padding is routed: float32[19, 12], int64[19, 3], int32[19, 3]
+  fp16, transposed: float16[10, 12], bool[10, 12], int32[10, 3]
+  sliced columns, strided bias: float32[10, 12], bool[10, 12], int32[10, 2]
+  every second row and column: float32[9, 12], bool[9, 12], int32[9, 3]
+  expanded row: float32[6, 8], bool[6, 8], int32[6, 3]
+router_topk_grad
+  softmax, dense, mask: float32[16, 8]
+  softmax, dense, mask, other sizes: float32[24, 40]
+  sigmoid, bias, groups, in order, int32: float32[19, 12]
+  sqrtsoftplus, bf16 bias, scaled, bitmap: float32[19, 12]
+  softmax over all experts, scaled: float32[11, 44]
+  softmax over all experts, in order, int16: float32[19, 12]
+  softmax, groups, bitmap of eighths: float32[9, 16]
+  sigmoid, not normalised: float32[9, 12]
+  sigmoid, K = 1, fp16 bias: float32[9, 12]
+  sqrtsoftplus, K = 1, fp16 bias: float32[9, 12]
+  groups of one expert: float32[9, 8]
+  one group: float32[9, 8]
+  all experts: float32[7, 5]
+  one expert: float32[5, 1]
+  no row: float32[0, 8]
+  no row, groups, bitmap: float32[0, 12]
+  scaled by 0: float32[5, 8]
+  many experts, large K: float32[3, 300]
+  bf16, ties: bfloat16[13, 20]
+  bf16, ties of scores and of groups: bfloat16[13, 24]
+  fp32, ties: float32[8, 12]
+  NaN and -inf, softmax: float32[9, 12]
+  NaN and -inf, sigmoid: float32[9, 12]
+  NaN and -inf, sqrtsoftplus: float32[9, 12]
+  NaN and -inf, softmax over all experts: float32[9, 12]
+  NaN and -inf, groups: float32[9, 12]
+  padding is routed: float32[19, 12]
+  fp16, transposed: float16[10, 12]
+  sliced columns, strided bias: float32[10, 12]
+  every second row and column: float32[9, 12]
+  expanded row: float32[6, 8]
+router_scores
+  softmax, mask: float32[16, 8], bool[16, 8]
+  softmax, mask, other sizes: float32[24, 40], bool[24, 40]
+  sigmoid, bitmap: float32[19, 12], uint8[19, 2]
+  sqrtsoftplus, bitmap: float32[9, 44], uint8[9, 6]
+  K = 1, softmax: float32[9, 12], bool[9, 12]
+  NaN and -inf, softmax: float32[8, 12], bool[8, 12]
+  bf16, ties, softmax: float32[13, 20], bool[13, 20]
+  K = 1, sigmoid: float32[9, 12], bool[9, 12]
+  NaN and -inf, sigmoid: float32[8, 12], bool[8, 12]
+  bf16, ties, sigmoid: float32[13, 20], bool[13, 20]
+  K = 1, sqrtsoftplus: float32[9, 12], bool[9, 12]
+  NaN and -inf, sqrtsoftplus: float32[8, 12], bool[8, 12]
+  bf16, ties, sqrtsoftplus: float32[13, 20], bool[13, 20]
+  all experts: float32[7, 5], bool[7, 5]
+  one expert: float32[5, 1], bool[5, 1]
+  no row: float32[0, 8], uint8[0, 1]
+  many experts, large K: float32[3, 300], bool[3, 300]
+  fp16, transposed: float32[10, 12], bool[10, 12]
+  sliced columns, strided mask: float32[10, 12], uint8[10, 2]
+  expanded row: float32[6, 8], bool[6, 8]
+router_scores_grad
+  softmax, mask: float32[16, 8]
+  softmax, mask, other sizes: float32[24, 40]
+  sigmoid, bitmap: float32[19, 12]
+  sqrtsoftplus, bitmap: float32[9, 44]
+  K = 1, softmax: float32[9, 12]
+  NaN and -inf, softmax: float32[8, 12]
+  bf16, ties, softmax: bfloat16[13, 20]
+  K = 1, sigmoid: float32[9, 12]
+  NaN and -inf, sigmoid: float32[8, 12]
+  bf16, ties, sigmoid: bfloat16[13, 20]
+  K = 1, sqrtsoftplus: float32[9, 12]
+  NaN and -inf, sqrtsoftplus: float32[8, 12]
+  bf16, ties, sqrtsoftplus: bfloat16[13, 20]
+  all experts: float32[7, 5]
+  one expert: float32[5, 1]
+  no row: float32[0, 8]
+  many experts, large K: float32[3, 300]
+  fp16, transposed: float16[10, 12]
+  sliced columns, strided mask: float32[10, 12]
+  expanded row: float32[6, 8]
+router
+  softmax, mask: float32[16, 8], bool[16, 8], int32[16, 2], int64[8], float32[], float32[], float32[1, 8], int64[1, 8], float32[], int64[1], float32[2]
+  softmax, mask, other sizes: float32[24, 40], bool[24, 40], int32[24, 3], int64[40], float32[], float32[], float32[1, 40], int64[1, 40], float32[], int64[1], float32[2]
+  sigmoid, bias, sequences and a mask, coefficients on the device: float32[25, 3], int64[25, 3], int32[25, 3], int64[12], float32[], float32[], float32[4, 12], int64[4, 12], float32[], int64[4], float32[5]
+  empty sequences, mean: float32[17, 12], bool[17, 12], int32[17, 3], int64[12], float32[], float32[], float32[6, 12], int64[6, 12], float32[], int64[6], float32[7]
+  tail, sum: float32[23, 12], bool[23, 12], int32[23, 3], int64[12], float32[], float32[], float32[3, 12], int64[3, 12], float32[], int64[3], float32[4]
+  rows before the first, mean: float32[14, 12], bool[14, 12], int32[14, 3], int64[12], float32[], float32[], float32[2, 12], int64[2, 12], float32[], int64[2], float32[3]
+  no valid row, mean: float32[8, 12], bool[8, 12], int32[8, 3], int64[12], float32[], float32[], float32[2, 12], int64[2, 12], float32[], int64[2], float32[3]
+  sentinels, sum: float32[16, 12], bool[16, 12], int32[16, 3], int64[12], float32[], float32[], float32[32, 12], int64[32, 12], float32[], int64[32], float32[33]
+  no sequence, mean: float32[5, 12], bool[5, 12], int32[5, 3], int64[12], float32[], float32[], float32[0, 12], int64[0, 12], float32[], int64[0], float32[1]
+  int count: float32[9, 12], bool[9, 12], int32[9, 3], int64[12], float32[], float32[], float32[1, 12], int64[1, 12], float32[], int64[1], float32[2]
+  int32 count on the device: float32[16, 8], bool[16, 8], int32[16, 2], int64[8], float32[], float32[], float32[1, 8], int64[1, 8], float32[], int64[1], float32[2]
+  int64 count on the device: float32[16, 8], bool[16, 8], int32[16, 2], int64[8], float32[], float32[], float32[1, 8], int64[1, 8], float32[], int64[1], float32[2]
+  float32 count on the device: float32[16, 8], bool[16, 8], int32[16, 2], int64[8], float32[], float32[], float32[1, 8], int64[1, 8], float32[], int64[1], float32[2]
+  count 0: float32[9, 8], bool[9, 8], int32[9, 2], int64[8], float32[], float32[], float32[1, 8], int64[1, 8], float32[], int64[1], float32[2]
+  no coefficient: float32[9, 8], bool[9, 8], int32[9, 2], int64[8], float32[], float32[], float32[1, 8], int64[1, 8], float32[], int64[1], float32[2]
+  sqrtsoftplus, groups, scaled, bitmap: float32[19, 12], uint8[19, 2], int32[19, 4], int64[12], float32[], float32[], float32[1, 12], int64[1, 12], float32[], int64[1], float32[2]
+  padding is routed: float32[25, 3], int64[25, 3], int32[25, 3], int64[12], float32[], float32[], float32[4, 12], int64[4, 12], float32[], int64[4], float32[5]
+  NaN and -inf: float32[9, 12], bool[9, 12], int32[9, 3], int64[12], float32[], float32[], float32[1, 12], int64[1, 12], float32[], int64[1], float32[2]
+  bf16, ties: bfloat16[13, 20], bool[13, 20], int32[13, 6], int64[20], float32[], float32[], float32[1, 20], int64[1, 20], float32[], int64[1], float32[2]
+  fp16, K = 1, not normalised: float16[13, 20], bool[13, 20], int32[13, 1], int64[20], float32[], float32[], float32[1, 20], int64[1, 20], float32[], int64[1], float32[2]
+  all experts: float32[7, 5], int64[7, 5], int32[7, 5], int64[5], float32[], float32[], float32[1, 5], int64[1, 5], float32[], int64[1], float32[2]
+  one expert: float32[5, 1], bool[5, 1], int32[5, 1], int64[1], float32[], float32[], float32[1, 1], int64[1, 1], float32[], int64[1], float32[2]
+  no row: float32[0, 8], bool[0, 8], int32[0, 2], int64[8], float32[], float32[], float32[1, 8], int64[1, 8], float32[], int64[1], float32[2]
+  many experts, large K: float32[3, 300], bool[3, 300], int32[3, 36], int64[300], float32[], float32[], float32[1, 300], int64[1, 300], float32[], int64[1], float32[2]
+  transposed: float32[10, 12], bool[10, 12], int32[10, 3], int64[12], float32[], float32[], float32[1, 12], int64[1, 12], float32[], int64[1], float32[2]
+  sliced columns, strided bias: float32[10, 12], bool[10, 12], int32[10, 2], int64[12], float32[], float32[], float32[1, 12], int64[1, 12], float32[], int64[1], float32[2]
+router_grad
+  softmax, mask: float32[16, 8]
+  softmax, mask, other sizes: float32[24, 40]
+  sigmoid, bias, sequences and a mask, coefficients on the device: float32[25, 12]
+  empty sequences, mean: float32[17, 12]
+  tail, sum: float32[23, 12]
+  rows before the first, mean: float32[14, 12]
+  no valid row, mean: float32[8, 12]
+  sentinels, sum: float32[16, 12]
+  no sequence, mean: float32[5, 12]
+  int count: float32[9, 12]
+  int32 count on the device: float32[16, 8]
+  int64 count on the device: float32[16, 8]
+  float32 count on the device: float32[16, 8]
+  count 0: float32[9, 8]
+  no coefficient: float32[9, 8]
+  sqrtsoftplus, groups, scaled, bitmap: float32[19, 12]
+  padding is routed: float32[25, 12]
+  NaN and -inf: float32[9, 12]
+  bf16, ties: bfloat16[13, 20]
+  fp16, K = 1, not normalised: float16[13, 20]
+  all experts: float32[7, 5]
+  one expert: float32[5, 1]
+  no row: float32[0, 8]
+  many experts, large K: float32[3, 300]
+  transposed: float32[10, 12]
+  sliced columns, strided bias: float32[10, 12]
 """,
     )

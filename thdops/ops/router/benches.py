@@ -97,6 +97,11 @@ def _separated(rows: int, experts: int, device: torch.device) -> tuple[Tensor, T
     return (keys - bias).logit(), bias
 
 
+def _as(record: type[Any], args: tuple[Any, ...]) -> Any:
+    """`args` by their names. Of type Any: a baseline knows which of its optional tensors are there."""
+    return record(*args)
+
+
 def _name(rows: int, experts: int, topk: int, more: str = "") -> str:
     return f"T={rows} E={experts} K={topk}{more}"
 
@@ -112,7 +117,7 @@ def _topk_arguments(rows: int, experts: int, topk: int, device: torch.device, **
 def router_topk_benches(device: torch.device) -> Iterator[Bench]:
     for shape in (*_SHAPES, _WIDE):
         yield Bench(_name(*shape), partial(_topk_arguments, *shape, device), _topk_by_hand)
-    in_order = {"probs_format": "topk", "routing_format": "indices", "index_dtype": torch.int32}
+    in_order: dict[str, Any] = {"probs_format": "topk", "routing_format": "indices", "index_dtype": torch.int32}
     for shape in _LONG:
         yield Bench(_name(*shape, ", in order"), partial(_topk_arguments, *shape, device, **in_order), _topk_by_hand)
 
@@ -125,7 +130,7 @@ def _chosen_by_hand(logits: Tensor, bias: Tensor, topk: int) -> tuple[Tensor, Te
 
 
 def _topk_by_hand(*args: Any) -> tuple[Tensor, Tensor]:
-    call = TopkCall(*args)
+    call = _as(TopkCall, args)
     weights, indices = _chosen_by_hand(call.logits, call.expert_bias, call.topk)
     if call.probs_format == "topk":
         return weights, indices.to(call.index_dtype)
@@ -192,20 +197,21 @@ def _router_arguments(rows: int, experts: int, topk: int, device: torch.device, 
     logits, bias = _separated(rows, experts, device)
     mask = torch.arange(rows, device=device) >= rows - rows // 20
     fields: dict[str, Any] = dict.fromkeys(RouterCall._fields) | choice(topk, score_function="sigmoid", **changed)
-    losses = {"aux_score_function": "softmax", "reduction": "mean", "aux_coeff": 0.01, "z_coeff": 0.001}
-    return tuple(RouterCall(**(fields | losses | {"logits": logits, "expert_bias": bias, "padding_mask": mask})))
+    losses: dict[str, Any] = {"aux_score_function": "softmax", "reduction": "mean", "aux_coeff": 0.01, "z_coeff": 0.001}
+    fields |= losses | {"logits": logits, "expert_bias": bias, "padding_mask": mask}
+    return tuple(RouterCall(**fields))
 
 
 def router_benches(device: torch.device) -> Iterator[Bench]:
     for shape in (*_SHAPES, _WIDE):
         yield Bench(_name(*shape), partial(_router_arguments, *shape, device), _router_by_hand)
-    in_order = {"probs_format": "topk", "routing_format": "indices", "index_dtype": torch.int32}
+    in_order: dict[str, Any] = {"probs_format": "topk", "routing_format": "indices", "index_dtype": torch.int32}
     for shape in _LONG:
         yield Bench(_name(*shape, ", in order"), partial(_router_arguments, *shape, device, **in_order), _router_by_hand)
 
 
 def _router_by_hand(*args: Any) -> tuple[Tensor, ...]:
-    call = RouterCall(*args)
+    call = _as(RouterCall, args)
     logits, padding, topk = call.logits, call.padding_mask, call.topk
     weights, indices = _chosen_by_hand(logits, call.expert_bias, topk)
     weights = weights.masked_fill(padding[:, None], 0)
@@ -251,7 +257,7 @@ def router_grad_benches(device: torch.device) -> Iterator[Bench]:
 
 
 def _router_grad_by_hand(*args: Any) -> Tensor:
-    call = RouterGradCall(*args)
+    call = _as(RouterGradCall, args)
     through_probs = _topk_grad_by_hand(call.grad_probs, call.logits, call.chosen.clamp(min=0))
     through_scores = _scores_grad_by_hand(call.grad_aux * call.coefficients[0] * call.counts, call.logits)
     lse = call.logits.logsumexp(-1, keepdim=True)

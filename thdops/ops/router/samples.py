@@ -111,8 +111,8 @@ def _call(
 
 def router_topk_samples(device: torch.device) -> Iterator[Sample]:
     mask, bias = mask_of(19, device), bias_of(12, device)
-    grouped = {"num_groups": 4, "group_topk": 2}
-    in_order = {"probs_format": "topk", "routing_format": "indices"}
+    grouped: dict[str, Any] = {"num_groups": 4, "group_topk": 2}
+    in_order: dict[str, Any] = {"probs_format": "topk", "routing_format": "indices"}
     yield Sample(
         "softmax, dense, mask",
         _call(logits_of(16, 8, device), None, mask_of(16, device)),

@@ -62,8 +62,8 @@ def _packed(base: Layout) -> dict[str, Tensor | None]:
 
 def router_samples(device: torch.device) -> Iterator[Sample]:
     bias, many = bias_of(12, device), mask_of(16, device)
-    losses = {"aux_coeff": 0.5, "z_coeff": 0.25}
-    in_order = {"probs_format": "topk", "routing_format": "indices"}
+    losses: dict[str, Any] = {"aux_coeff": 0.5, "z_coeff": 0.25}
+    in_order: dict[str, Any] = {"probs_format": "topk", "routing_format": "indices"}
     yield Sample(
         "softmax, mask",
         _call(logits_of(16, 8, device), padding_mask=many, **losses),
