@@ -50,7 +50,7 @@ def check_tensors(op: str, optional: Sequence[str] = (), **arguments: object) ->
             raise refusal(op, name, "be a tensor", got, "pass torch.as_tensor(...) on the device of the others", TypeError)
 
 
-def split_count(op: str, argument: str, value: Any) -> tuple[int | None, Tensor | None]:
+def split_count(op: str, argument: str, value: int | Tensor) -> tuple[int | None, Tensor | None]:
     """A token count as the two arguments of a schema, one of them None. For public functions."""
     if isinstance(value, Tensor):
         return None, value
@@ -60,7 +60,7 @@ def split_count(op: str, argument: str, value: Any) -> tuple[int | None, Tensor 
     raise refusal(op, argument, "be an int or a one-element tensor", type(value).__name__, fix, TypeError)
 
 
-def split_scale(op: str, argument: str, value: Any) -> tuple[float | None, Tensor | None]:
+def split_scale(op: str, argument: str, value: float | Tensor) -> tuple[float | None, Tensor | None]:
     """A coefficient as the two arguments of a schema, one of them None. For public functions."""
     if isinstance(value, Tensor):
         return None, value

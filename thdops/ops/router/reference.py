@@ -85,9 +85,8 @@ def _route(call: TopkCall | RouterCall, counted: Tensor) -> tuple[Tensor, Tensor
     routed_column = routed[:, None]
     x = _selected(call.logits, routed)
     experts = x.shape[1]
-    with torch.no_grad():
-        keys = selection_keys(x, call.expert_bias, call.score_function)
-        chosen = choose(keys, call.topk, call.num_groups, call.group_topk)
+    keys = selection_keys(x.detach(), call.expert_bias, call.score_function)
+    chosen = choose(keys, call.topk, call.num_groups, call.group_topk)
     scoring = Scoring(call.score_function, call.pre_softmax, call.normalize, call.scaling_factor)
     probs = torch.where(routed_column, chosen_probs(x, chosen, scoring), 0.0).to(call.logits.dtype)
     if call.probs_format == "dense":

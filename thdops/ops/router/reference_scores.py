@@ -55,7 +55,7 @@ def selection_keys(x: Tensor, bias: Tensor | None, score_function: str) -> Tenso
     if score_function == "softmax":
         return x
     a = activation(x, score_function)
-    return a if bias is None else a + bias.to(x.dtype)
+    return a if bias is None else a + bias.detach().to(x.dtype)
 
 
 # --- probabilities of the chosen experts ------------------------------------------------------------------------------------------
