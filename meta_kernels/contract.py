@@ -50,6 +50,13 @@ def check_tensors(op: str, optional: Sequence[str] = (), **arguments: object) ->
             raise refusal(op, name, "be a tensor", got, "pass torch.as_tensor(...) on the device of the others", TypeError)
 
 
+def check_static(op: str, **numbers: object) -> None:
+    """No number is a tensor: the dispatcher would read it on the host, which syncs and cannot be captured. For public functions."""
+    for name, value in numbers.items():
+        if isinstance(value, Tensor):
+            raise refusal(op, name, "be a Python number", "a tensor", "pass a static value", TypeError)
+
+
 def split_count(op: str, argument: str, value: int | Tensor) -> tuple[int | None, Tensor | None]:
     """A token count as the two arguments of a schema, one of them None. For public functions."""
     if isinstance(value, Tensor):

@@ -22,15 +22,8 @@ from thdops.ops.padding.op import (
     zero_fill_,
     zero_fill_grad,
 )
-from thdops.ops.router.op import (
-    RouterOutput,
-    RouterSums,
-    aux_loss_from_sums,
-    router,
-    router_scores,
-    router_topk,
-    z_loss_from_sums,
-)
+from thdops.ops.router.losses import aux_loss_from_sums, z_loss_from_sums
+from thdops.ops.router.op import RouterOutput, RouterSums, router, router_scores, router_topk
 from thdops.packing import PackedSequences
 
 __all__ = [

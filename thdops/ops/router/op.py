@@ -12,18 +12,10 @@ import torch
 from torch import Tensor
 
 from meta_kernels import router as contract
-from meta_kernels.contract import (
-    check_choice,
-    check_dtype,
-    check_tensors,
-    refusal,
-    shape_of,
-    split_count,
-    split_scale,
-)
-from meta_kernels.router import REDUCTIONS, RouterCall, TopkCall
+from meta_kernels.contract import check_static, check_tensors, refusal, shape_of, split_count, split_scale
+from meta_kernels.router import RouterCall, TopkCall
 from thdops.namespace import REGISTRY
-from thdops.ops.router import benches, reference, reference_losses, refusals, samples, samples_router, samples_scores
+from thdops.ops.router import benches, reference, refusals, samples, samples_router, samples_scores
 from thdops.registry import OpSpec, register
 
 _KERNELS = "thdops.ops.router.kernels"
@@ -119,7 +111,8 @@ def router_topk(
         ValueError, TypeError: an argument of the wrong shape, dtype, device or value.
     """
     op = "router_topk"
-    settings = _static(op, topk=topk, num_groups=num_groups, group_topk=group_topk, scaling_factor=scaling_factor)
+    numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk, "scaling_factor": scaling_factor}
+    check_static(op, **numbers)
     rows, mask = _rows(op, logits, padding_mask, expert_bias=expert_bias)
     call = TopkCall(
         logits=rows,
@@ -133,7 +126,7 @@ def router_topk(
         index_dtype=index_dtype,
         pad_routing=pad_routing,
         pad_index=pad_index,
-        **settings,
+        **numbers,
     )
     weights, chosen_experts, _ = torch.ops.thdops.router_topk(*call)
     return _restored(weights, logits), _restored(chosen_experts, logits)
@@ -159,7 +152,7 @@ def router_scores(
     Raises:
         ValueError, TypeError: an argument of the wrong shape, dtype, device or value.
     """
-    _static("router_scores", topk=topk)
+    check_static("router_scores", topk=topk)
     rows, mask = _rows("router_scores", logits, padding_mask)
     scores, best = torch.ops.thdops.router_scores(rows, mask, topk, score_function, routing)
     return _restored(best, logits), _restored(scores, logits)
@@ -225,7 +218,8 @@ def router(
         ValueError, TypeError: an argument of the wrong shape, dtype, device or value.
     """
     op = "router"
-    settings = _static(op, topk=topk, num_groups=num_groups, group_topk=group_topk, scaling_factor=scaling_factor)
+    numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk, "scaling_factor": scaling_factor}
+    check_static(op, **numbers)
     rows, mask = _rows(
         op, logits, padding_mask, expert_bias=expert_bias, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded
     )
@@ -254,7 +248,7 @@ def router(
         total_num_tokens=count,
         aux_coeff=aux,
         z_coeff=z,
-        **settings,
+        **numbers,
     )
     weights, chosen_experts, _, tokens_per_expert, aux_loss, z_loss, scores, counts, z_sum, num_tokens, _ = torch.ops.thdops.router(
         *call
@@ -265,91 +259,7 @@ def router(
     return RouterOutput(_restored(weights, logits), _restored(chosen_experts, logits), tokens_per_expert, aux_loss, z_loss, sums)
 
 
-def aux_loss_from_sums(
-    scores: Tensor,
-    counts: Tensor,
-    num_tokens: int | Tensor,
-    *,
-    topk: int,
-    coeff: float | Tensor,
-    reduction: str = "mean",
-) -> Tensor:
-    """The aux loss of `router` from its sums, after the caller has added them up over process groups, micro-batches or layers.
-
-    Plain differentiable PyTorch without a host sync: the gradient goes to `scores`. Counts and token counts must cover the same
-    rows as the scores, or the loss is that of no batch.
-
-    Args:
-        scores: `[E]`, or `[B, E]` for a loss per sequence; fp32 (fp64 on CPU).
-        counts: the same shape, any integer or float dtype.
-        num_tokens: N, an int or a one-element tensor, or `[B]` where scores are `[B, E]`. Where N is not above 0 the loss is 0.
-        topk: K, from 1 to E.
-        coeff: a float or a one-element tensor. Where it is 0 the loss and its gradient are exactly 0.
-        reduction: over sequences: "sum", or "mean" over those with N above 0.
-
-    Returns:
-        The loss, 0-d, in the dtype of scores.
-
-    Raises:
-        ValueError, TypeError: an argument of the wrong shape, dtype or value.
-    """
-    op = "aux_loss_from_sums"
-    check_tensors(op, scores=scores, counts=counts)
-    _check_sum(op, "scores", scores)
-    if scores.dim() not in (1, 2):
-        raise refusal(op, "scores", "be [E] or [B, E]", f"shape {shape_of(scores)}", "pass the sums that router returns")
-    if counts.shape != scores.shape:
-        raise refusal(op, "counts", f"have the shape of scores {shape_of(scores)}", shape_of(counts), "pass the same sums")
-    check_choice(op, "reduction", reduction, REDUCTIONS)
-    _static(op, topk=topk)
-    experts = scores.shape[-1]
-    if topk < 1 or topk > experts:
-        raise refusal(op, "topk", f"be from 1 to the number of experts ({experts})", topk, "pass the router's")
-    rows = _count(op, num_tokens, scores)
-    if scores.dim() == 2:
-        if rows.shape != scores.shape[:1]:
-            rule = f"be [B] with one entry per sequence ({scores.shape[0]})"
-            raise refusal(op, "num_tokens", rule, f"shape {shape_of(rows)}", "pass the same sums")
-    elif rows.numel() != 1:
-        raise refusal(op, "num_tokens", "have one element", f"shape {shape_of(rows)}", "pass the same sums")
-    coefficients = reference_losses.aux_coefficients(_scale(op, coeff, scores), experts, topk, rows)
-    if scores.dim() == 2:
-        coefficients = reference_losses.over_sequences(coefficients, rows, reduction)
-    return reference_losses.weighted(coefficients, (counts.detach() * scores).sum(-1)).sum()
-
-
-def z_loss_from_sums(z: Tensor, num_tokens: int | Tensor, coeff: float | Tensor) -> Tensor:
-    """The z-loss of `router` from its sums: `coeff * z / max(n, 1)`. Plain differentiable PyTorch without a host sync.
-
-    Args:
-        z: one element, fp32 (fp64 on CPU): the sum of logsumexp(logits)^2.
-        num_tokens: n, an int or a tensor, whose entries are added up.
-        coeff: a float or a one-element tensor. Where it is 0 the loss and its gradient are exactly 0.
-
-    Returns:
-        The loss, 0-d, in the dtype of z.
-
-    Raises:
-        ValueError, TypeError: an argument of the wrong shape, dtype or value.
-    """
-    op = "z_loss_from_sums"
-    check_tensors(op, z=z)
-    _check_sum(op, "z", z)
-    if z.numel() != 1:
-        raise refusal(op, "z", "have one element", f"shape {shape_of(z)}", "pass the sum that router returns")
-    coefficient = reference_losses.z_coefficient(_scale(op, coeff, z), _count(op, num_tokens, z))
-    return reference_losses.weighted(coefficient, z.reshape(()))
-
-
 # --- arguments of public functions ------------------------------------------------------------------------------------------------
-
-
-def _static(op: str, **numbers: Any) -> dict[str, Any]:
-    """`numbers`, none of which is a tensor: the dispatcher would read it on the host, which syncs and cannot be captured."""
-    for argument, value in numbers.items():
-        if isinstance(value, Tensor):
-            raise refusal(op, argument, "be a Python number", "a tensor", "pass a static value", TypeError)
-    return numbers
 
 
 def _rows(op: str, logits: Tensor, padding_mask: Tensor | None, **others: Tensor | None) -> tuple[Tensor, Tensor | None]:
@@ -367,22 +277,6 @@ def _rows(op: str, logits: Tensor, padding_mask: Tensor | None, **others: Tensor
 def _restored(result: Tensor, logits: Tensor) -> Tensor:
     """[T, ...] with the leading dimensions of `logits` in place of T."""
     return result if logits.dim() == 2 else result.view(*logits.shape[:-1], result.shape[1])
-
-
-def _check_sum(op: str, argument: str, tensor: Tensor) -> None:
-    check_dtype(op, argument, tensor, (torch.float32, torch.float64), "pass the sum that router returns")
-
-
-def _count(op: str, num_tokens: int | Tensor, like: Tensor) -> Tensor:
-    """The token count, or counts, as a tensor like a sum."""
-    value, tensor = split_count(op, "num_tokens", num_tokens)
-    return like.new_full((), value or 0) if tensor is None else tensor.detach().to(like.dtype)
-
-
-def _scale(op: str, coeff: float | Tensor, like: Tensor) -> Tensor:
-    """The coefficient as a 0-d tensor like a sum."""
-    value, tensor = split_scale(op, "coeff", coeff)
-    return like.new_full((), value or 0.0) if tensor is None else tensor.detach().to(like.dtype).reshape(())
 
 
 # --- autograd ---------------------------------------------------------------------------------------------------------------------
