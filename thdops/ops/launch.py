@@ -11,6 +11,7 @@ Imports triton; only `kernels*.py` import this file, and they are imported when 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -36,7 +37,13 @@ def launch(
     `args` are the leading parameters: tensors, ints, floats, None, or tuples of these; `constexprs` the trailing ones. `registers`
     bounds what a thread may use, so that more of them run at a time.
     """
-    key = [id(kernel), num_warps, registers, constexprs, *map(type, constexprs)]  # True, 1 and 1.0 are equal and compile to different code
+    key = [
+        id(kernel),
+        num_warps,
+        registers,
+        constexprs,
+        *map(type, constexprs),
+    ]  # True, 1 and 1.0 are equal and compile to different code
     for arg in args:
         _append_kind(key, arg)
     launch_as(tuple(key), kernel, grid, args, constexprs, num_warps, registers)
@@ -53,8 +60,8 @@ def launch_as(
 ) -> None:
     """`launch` for a caller that knows a key which determines all that specialises the kernel.
 
-    That is: the kernel, `constexprs`, `num_warps`, `registers`, the dtype and 16-byte alignment of each tensor, which integers need 64 bits
-    and, for integers inside a tuple, which are 1 or multiples of 16.
+    That is: the kernel, `constexprs`, `num_warps`, `registers`, the dtype and 16-byte alignment of each tensor, which integers need
+    64 bits and, for integers inside a tuple, which are 1 or multiples of 16.
     """
     if 0 in grid:
         return
@@ -107,6 +114,35 @@ def _refuse_specialised_integers(kernel: Any, args: tuple[Any, ...]) -> None:
                 f"launch: parameter {parameter.name!r} of kernel {kernel.__name__} must be in do_not_specialize, got an integer"
                 " that would compile one kernel per kind of value; list it in @triton.jit(do_not_specialize=[...])"
             )
+
+
+class Plans:
+    """What a launcher derives from a call, made once for every kind of call and found again for little.
+
+    A kind is the dtype, device, shape, strides and 16-byte alignment of each tensor, and every other argument as it is. `make`
+    takes the arguments; it may check them, too. A plan comes with a number that no other plan has, which serves `launch_as` for a
+    key: all that specialises a kernel follows from the kind, if what the launcher allocates is always aligned alike.
+    """
+
+    def __init__(self, make: Callable[..., Any]) -> None:
+        self._make = make
+        self._known: dict[Any, tuple[int, Any]] = {}
+
+    def __call__(self, *args: Any) -> tuple[int, Any]:
+        kind = tuple([_described(arg) if isinstance(arg, Tensor) else arg for arg in args])
+        plan = self._known.get(kind)
+        if plan is None:
+            if len(self._known) >= _COMPILED_KEPT:
+                self._known.clear()
+            plan = self._known[kind] = (next(_numbers), self._make(*args))
+        return plan
+
+
+_numbers = itertools.count()
+
+
+def _described(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
 
 
 @contextmanager

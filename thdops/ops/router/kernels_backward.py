@@ -11,6 +11,9 @@ The dense parts are stored for all columns; the entries of the chosen experts ar
 stored over them.
 """
 
+# Tuples grow, and branches on constants vanish, while a kernel is traced, which Python's types cannot express.
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import triton

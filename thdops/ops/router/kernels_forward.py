@@ -9,13 +9,27 @@ With sequences, a program's rows are consecutive, and it stores its sums wheneve
 at most P + B pairs along a staircase (both only grow), so the sums of a pair have row p + b of the partial sums to themselves.
 """
 
+# Tuples grow, and branches on constants vanish, while a kernel is traced, which Python's types cannot express.
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
 from thdops.ops.padding.kernels import locate_rows
-from thdops.ops.router.kernels_select import activation, activation_terms, choose, columns, divide, exp, load_rows, settle, softmax_terms, term_of
+from thdops.ops.router.kernels_select import (
+    activation,
+    activation_terms,
+    choose,
+    columns,
+    divide,
+    exp,
+    load_rows,
+    settle,
+    softmax_terms,
+    term_of,
+)
 
 LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
@@ -130,13 +144,13 @@ def load_tile(
 
 @triton.jit(do_not_specialize=["rows", "tiles", "row_stride", "column_stride", "mask_stride", "sequences", "pad_index"])
 def route_rows(
-    logits, bias, padding_mask, cu_seqlens, padded, probs, routing, chosen, scores, sums, counts, row_counts, tokens, z_sums, ticket,
-    rows, tiles, row_stride, column_stride, mask_stride, sequences, pad_index, gamma,
+    logits, bias, padding_mask, cu_seqlens, padded, probs, routing, chosen, scores, sums, counts, row_counts, tokens, z_sums,
+    ticket, rows, tiles, row_stride, column_stride, mask_stride, sequences, pad_index, gamma,
     E: tl.constexpr, K: tl.constexpr, KEYS: tl.constexpr, ROUTE: tl.constexpr, SCORES: tl.constexpr, SUMS: tl.constexpr,
     SCORE: tl.constexpr, AUX: tl.constexpr, PRE: tl.constexpr, NORMALIZE: tl.constexpr, GROUPS: tl.constexpr,
     CHOSEN_GROUPS: tl.constexpr, WIDTH: tl.constexpr, PROBS: tl.constexpr, ROUTING: tl.constexpr, KEEP: tl.constexpr,
-    CONTIGUOUS: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, DEPTH: tl.constexpr, GROUP_LANES: tl.constexpr, BLOCK_T: tl.constexpr,
-    FILL: tl.constexpr, BYTES: tl.constexpr, WAYS: tl.constexpr,
+    CONTIGUOUS: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, DEPTH: tl.constexpr, GROUP_LANES: tl.constexpr,
+    BLOCK_T: tl.constexpr, FILL: tl.constexpr, BYTES: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
     """`tiles` times BLOCK_T rows from program * tiles * BLOCK_T on.
 
@@ -163,8 +177,8 @@ def route_rows(
         if program == 0:
             tl.store(ticket, 0)
     rows_now = load_tile(
-        logits, padding_mask, cu_seqlens, padded, program * tiles * BLOCK_T, rows, row_stride, column_stride, mask_stride, sequences,
-        E, KEEP, CONTIGUOUS, LANES, CHUNKS, BLOCK_T, WAYS,
+        logits, padding_mask, cu_seqlens, padded, program * tiles * BLOCK_T, rows, row_stride, column_stride, mask_stride,
+        sequences, E, KEEP, CONTIGUOUS, LANES, CHUNKS, BLOCK_T, WAYS,
     )  # fmt: skip
     for tile in range(tiles):
         first_row = (program * tiles + tile) * BLOCK_T
@@ -219,9 +233,7 @@ def route_rows(
                     choice, row_at, live, stride, bias, E, K, KEYS, SCORE, GROUPS, CHOSEN_GROUPS, WIDTH, GROUP_LANES, 1, False, True
                 )
             else:
-                expert, x, taken = settle(
-                    choice, row_at, live, stride, bias, E, K, KEYS, SCORE, 0, 0, 1, LANES, CHUNKS, EVEN, True
-                )
+                expert, x, taken = settle(choice, row_at, live, stride, bias, E, K, KEYS, SCORE, 0, 0, 1, LANES, CHUNKS, EVEN, True)
             routed = (slot < K) & live[:, None]
             if SCORE == "softmax":
                 if PRE:
@@ -258,7 +270,9 @@ def route_rows(
             for chunk in tl.static_range(CHUNKS):
                 column, exists = columns(chunk * LANES, LANES, E, 0, 1)
                 at = scores + row[:, None] * E + column[None, :]
-                tl.store(at, tl.where(live[:, None], all_terms[chunk] * share[:, None], 0.0), mask=inside[:, None] & exists[None, :])
+                tl.store(
+                    at, tl.where(live[:, None], all_terms[chunk] * share[:, None], 0.0), mask=inside[:, None] & exists[None, :]
+                )
 
         if ROUTING == "bitmap":
             store_bitmap(routing, row, inside, expert, routed, E, BYTES)
@@ -335,9 +349,7 @@ def fold(
     tl.store(z_sums + at, tl.sum(squares, axis=0))
 
 
-@triton.jit(
-    do_not_specialize=["start_row", "programs", "program_rows", "rows", "sequences", "total_num_tokens"]
-)
+@triton.jit(do_not_specialize=["start_row", "programs", "program_rows", "rows", "sequences", "total_num_tokens"])
 def finish(
     sums, counts, row_counts, tokens, z_sums, padded, total_num_tokens_tensor, aux_coeff_tensor, z_coeff_tensor,
     score_sums, all_counts, tokens_per_expert, num_tokens, aux_loss, z_loss, z_sum, coefficients, balances, ticket,

@@ -13,6 +13,9 @@ the lane that held it moves up: 1 + DEPTH operations a lane instead of going thr
 all of its DEPTH is chosen again, too; the launcher takes DEPTH so that this is rare.
 """
 
+# Tuples grow, and branches on constants vanish, while a kernel is traced, which Python's types cannot express.
+# pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false
+
 from __future__ import annotations
 
 import triton
@@ -102,7 +105,7 @@ def activation_slope(x, a, SCORE: tl.constexpr):
 
 @triton.jit
 def columns(FIRST: tl.constexpr, LANES: tl.constexpr, E: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr):
-    """(expert, exists) of the LANES columns from FIRST on. With groups, each has WIDTH columns, a power of two, and fewer experts."""
+    """(expert, exists) of the LANES columns from FIRST on. A group has WIDTH columns, a power of two, and maybe fewer experts."""
     at = FIRST + tl.arange(0, LANES)
     if GROUPS > 0:
         within = at % WIDTH

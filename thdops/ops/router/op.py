@@ -358,6 +358,7 @@ def _spec(name: str, schema: str, summary: str, calls: ModuleType, **rest: Any) 
             cost=getattr(benches, f"{name}_cost"),
             benches=getattr(benches, f"{name}_benches"),
             pads_zeroed=True,
+            launcher_checks=True,
             # A softmax or a normalised score: an exponential, a sum of E numbers, a quotient.
             roundings=8.0,
             **rest,
