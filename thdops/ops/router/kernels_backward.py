@@ -109,7 +109,7 @@ def route_rows_grad(
     # The factor of softmax(x)_e that is the same for all e of a row; and whether a dense part has a factor other than 0 at all:
     # where not, a row with NaN among its logits gets none from it either.
     constant = tl.zeros([BLOCK_T], tl.float32)
-    used = tl.zeros([BLOCK_T], tl.int1)
+    used = row < 0
     if SPARSE:
         x = tl.load(row_at[:, None] + expert * stride, mask=has, other=0.0).to(tl.float32)
         if PROBS == "dense":
@@ -141,8 +141,9 @@ def route_rows_grad(
         if grad_z_sum is not None:
             z += tl.load(grad_z_sum).to(tl.float32)
         lse = (shift + tl.log2(total)) * LN_2
-        constant += tl.where(counted & (z != 0), 2.0 * z * lse, 0.0)
-        used = used | (counted & (z != 0))
+        reached = counted & tl.broadcast_to(z != 0, counted.shape)
+        constant += tl.where(reached, 2.0 * z * lse, 0.0)
+        used = used | reached
 
     if AUX_GRAD:
         factor = tl.zeros([BLOCK_T], tl.float32)

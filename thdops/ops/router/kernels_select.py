@@ -97,7 +97,8 @@ def activation_slope(x, a, SCORE: tl.constexpr):
     if SCORE == "sigmoid":
         return a * (1.0 - a)
     else:
-        return tl.where(x > 20.0, 1.0, sigmoid(x)) / (2.0 * a + 1e-20)
+        # A score that vanished has no slope: 0, not the quotient of two tiny numbers.
+        return tl.where(a == 0.0, 0.0, tl.where(x > 20.0, 1.0, sigmoid(x)) / (2.0 * a + 1e-20))
 
 
 # --- columns and keys -------------------------------------------------------------------------------------------------------------
