@@ -104,6 +104,10 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "an op that mutates cannot have a backward formula; offer a functional op beside it",
     ),
+    "a traced that no call would reach": (
+        {"schema": "(Tensor(a!) x, Tensor cu_seqlens) -> ()", "mutates": ("x",), "traced": _other_name},
+        "traced is not called for an op that mutates; leave it out",
+    ),
     "no_gradient of nothing": ({"no_gradient": ("count",)}, r"no_gradient names \['count'\], which the schema has neither"),
     "a promise that nothing checks": ({"padding": None}, "pads_zeroed is promised but the spec has no padding function"),
     "a launcher without a function": (
@@ -125,6 +129,7 @@ DISAGREEMENTS: dict[str, tuple[dict[str, Any], str]] = {
     "a fake of other arguments": ({"fake": _default}, "fake and schema disagree: "),
     "a reference of other arguments": ({"reference": _default}, "reference and schema disagree: "),
     "eager code of other arguments": ({"eager": _default}, "eager and schema disagree: "),
+    "a traced of other arguments": ({"traced": _default}, "traced and schema disagree: "),
 }
 
 

@@ -105,10 +105,10 @@ class Bench:
 class OpSpec:
     """Everything about one op. Pieces that disagree are refused by `register()`.
 
-    `check`, `fake`, `reference`, `eager` and the CUDA launcher all take exactly the schema's arguments, by the same names, in the
-    same order, with the same defaults. `check` raises `TypeError` or `ValueError`; `fake` allocates what the launcher allocates.
-    `reference` is eager PyTorch on any device and dtype (fp64 included), differentiable by autograd, and the specification.
-    `cuda` is "module:function", imported when it is first called.
+    `check`, `fake`, `reference`, `eager`, `traced` and the CUDA launcher all take exactly the schema's arguments, by the same
+    names, in the same order, with the same defaults. `check` raises `TypeError` or `ValueError`; `fake` allocates what the launcher
+    allocates. `reference` is eager PyTorch on any device and dtype (fp64 included), differentiable by autograd, and the
+    specification. `cuda` is "module:function", imported when it is first called.
     """
 
     name: str
@@ -128,6 +128,8 @@ class OpSpec:
     of a kernel is measured against its error; None: against the reference's."""
     setup_context: Callable[..., None] | None = None
     backward: Callable[..., Any] | None = None
+    traced: Callable[..., None] | None = None
+    """Sees the arguments of every call as autograd does, before functionalization unwraps those of a traced one; may refuse."""
     padding: Callable[..., Padding] | None = None
     tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,)
     roundings: float = 1.0
@@ -240,6 +242,8 @@ def _checked_schema(qualified: str, spec: OpSpec, registry: Registry) -> torch._
         raise disagree("backward and setup_context come together; give both or neither")
     if written and spec.backward is not None:
         raise disagree("an op that mutates cannot have a backward formula; offer a functional op beside it")
+    if written and spec.traced is not None:
+        raise disagree("traced is not called for an op that mutates; leave it out")
     unknown = sorted(set(spec.no_gradient) - {a.name for a in (*schema.arguments, *schema.returns)})
     if unknown:
         raise disagree(f"no_gradient names {unknown}, which the schema has neither as an argument nor as a result")
@@ -247,7 +251,8 @@ def _checked_schema(qualified: str, spec: OpSpec, registry: Registry) -> torch._
         raise disagree("pads_zeroed is promised but the spec has no padding function, so nothing could check it")
     if not _LAUNCHER.match(spec.cuda):
         raise disagree(f"cuda must read 'module:function', got {spec.cuda!r}")
-    for piece in ("check", "fake", "reference", *(("eager",) if spec.eager else ())):
+    optional = [piece for piece in ("eager", "traced") if getattr(spec, piece)]
+    for piece in ("check", "fake", "reference", *optional):
         difference = _signature_difference(schema, getattr(spec, piece))
         if difference:
             raise disagree(f"{piece} and schema disagree: {difference}")
@@ -343,6 +348,8 @@ def _autograd_kernel(spec: OpSpec, op: torch._ops.OpOverload) -> Callable[..., A
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args)
+        if spec.traced is not None:
+            spec.traced(*args)
         return differentiable(keyset, *args)
 
     return kernel
