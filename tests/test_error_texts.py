@@ -57,6 +57,13 @@ def test_schemas_and_refusals() -> None:
     assert_expected_inline(
         refusals(),
         """\
+thdops::attach_loss_grad(Tensor grad, Tensor scale, ScalarType dtype) -> Tensor
+  several scales
+    ValueError: attach_loss_grad: scale must have one element, got shape [2]; pass a 0-d tensor
+  integer scale
+    TypeError: attach_loss_grad: scale must be float32 or bfloat16 or float16, got int64 on cpu; cast it
+  integer dtype
+    TypeError: attach_loss_grad: dtype must be float32 or bfloat16 or float16, got int32 on cpu; pass the dtype of the loss
 thdops::attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_kv_padded, Tensor? sink, bool causal, bool bottom_right, SymInt window_left, SymInt window_right, float scale, str softmax, float softcap, SymInt max_seqlen_q, SymInt max_seqlen_kv, bool deterministic, str backend, bool return_max_logit) -> (Tensor out, Tensor lse, Tensor max_logit)
   q of two dimensions
     ValueError: attention: q must have 3 dimensions [Tq, Hq, Dqk], got shape [25, 64]; reshape it
@@ -701,6 +708,15 @@ def test_fakes() -> None:
     assert_expected_inline(
         fakes(),
         """\
+attach_loss_grad
+  fp32: float32[]
+  bfloat16 scale, float32 loss: float32[]
+  float16 scale, bfloat16 loss: bfloat16[]
+  float32 scale, float16 loss: float16[]
+  one element: float32[]
+  the third of several scales: float32[]
+  more rows: float32[]
+  no row: float32[]
 attention
   causal, tail: float32[23, 4, 16], float32[4, 23], float32[0]
   every row valid: float32[16, 4, 16], float32[4, 16], float32[0]

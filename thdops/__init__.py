@@ -7,6 +7,7 @@ op is first called on CUDA.
 from __future__ import annotations
 
 from thdops._version import __version__
+from thdops.ops.attach.op import attach_loss
 from thdops.ops.attention_thd.op import attention, attention_backends
 from thdops.ops.aux_loss.op import moe_aux_loss
 from thdops.ops.dispatch.op import permute_tokens, unpermute_tokens
@@ -31,6 +32,7 @@ __all__ = [
     "RouterOutput",
     "RouterSums",
     "__version__",
+    "attach_loss",
     "attention",
     "attention_backends",
     "aux_loss_from_sums",
