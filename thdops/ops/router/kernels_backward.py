@@ -134,14 +134,14 @@ def route_rows_grad(
                 g = divide(g - divide(mean, whole), whole)
             sparse = g * activation_slope(x, value, SCORE)
     if Z_GRAD:
-        z = tl.zeros([], tl.float32)
+        z = tl.zeros([BLOCK_T], tl.float32)
         if grad_z is not None:
             z_factor = tl.load(coefficients + sequences)
             z += tl.where(z_factor == 0, 0.0, z_factor * tl.load(grad_z).to(tl.float32))
         if grad_z_sum is not None:
             z += tl.load(grad_z_sum).to(tl.float32)
         lse = (shift + tl.log2(total)) * LN_2
-        reached = counted & tl.broadcast_to(z != 0, counted.shape)
+        reached = counted & (z != 0)
         constant += tl.where(reached, 2.0 * z * lse, 0.0)
         used = used | reached
 
