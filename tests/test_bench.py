@@ -146,6 +146,13 @@ def test_rows_and_header_and_exit_code(capsys: pytest.CaptureFixture[str], tmp_p
     assert "WRONG" not in out
 
 
+def test_some_benches_and_what_is_compiled_left_out(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    assert _run("double", "--cpu", "--eager", "--match", "sync", "--json", str(file)) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(r["bench"], r["provider"]) for r in rows] == [("host sync", "thdops"), ("host sync", "eager")]
+
+
 def test_a_wrong_result_gets_no_speed_up(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     assert _run("wrong", "double", "--cpu", "--json", str(file)) == 1

@@ -156,8 +156,10 @@ def difference(got: Sequence[Tensor], expected: Sequence[Tensor]) -> str:
 # --- one bench --------------------------------------------------------------------------------------------------------------------
 
 
-def run_bench(registry: Registry, spec: OpSpec, bench: Bench, device: torch.device, roofline: Roofline | None) -> Iterator[Row]:
-    """The rows of one bench: the op, the op in a compiled function, the baseline eager and compiled. `roofline` is None on CPU."""
+def run_bench(
+    registry: Registry, spec: OpSpec, bench: Bench, device: torch.device, roofline: Roofline | None, compiled_too: bool = True
+) -> Iterator[Row]:
+    """The rows of one bench: the op and the baseline, each eager and, with `compiled_too`, compiled. `roofline` is None on CPU."""
     op = getattr(getattr(torch.ops, registry.namespace), spec.name)
     written = [i for i, a in enumerate(registry.schema(spec.name).arguments) if a.name in spec.mutates]
     args = bench.make()
@@ -173,11 +175,12 @@ def run_bench(registry: Registry, spec: OpSpec, bench: Bench, device: torch.devi
     if wrong:
         yield Row(spec.name, bench.name, "thdops", note=f"WRONG: {wrong}", failed=True)
         return
-    compiled_failure = ""
+    compiled_failure = compiled_wrong = ""
     try:
-        compiled_wrong = difference(ours, call_results(compiled, clone_arguments(args), written))
+        if compiled_too:
+            compiled_wrong = difference(ours, call_results(compiled, clone_arguments(args), written))
     except Exception as error:  # a baseline that does not compile is no failure of ours, but the table must say it
-        compiled_wrong, compiled_failure = "", f"does not compile: {_first_line(error)}"
+        compiled_failure = f"does not compile: {_first_line(error)}"
     del ours
 
     copies = 2
@@ -191,8 +194,11 @@ def run_bench(registry: Registry, spec: OpSpec, bench: Bench, device: torch.devi
 
     row = time("thdops", op)
     yield row
-    yield time("op compiled", compiled_op)
+    if compiled_too:
+        yield time("op compiled", compiled_op)
     yield time("eager", bench.baseline, row)
+    if not compiled_too:
+        return
     if compiled_failure:
         yield Row(spec.name, bench.name, "compiled", note=compiled_failure)
     elif compiled_wrong:
@@ -314,14 +320,17 @@ def _working(text: str) -> AbstractContextManager[Any]:
     return Console(stderr=True).status(text)
 
 
-def _rows(registry: Registry, specs: Sequence[OpSpec], device: torch.device, roofline: Roofline | None) -> Iterator[Row]:
-    """Every row of every bench. One that raises becomes a failed row: a long run must not lose what it has."""
+def _rows(
+    registry: Registry, specs: Sequence[OpSpec], device: torch.device, roofline: Roofline | None, match: str, compiled_too: bool
+) -> Iterator[Row]:
+    """Every row of the benches whose name holds `match`. One that raises is a failed row: a long run must not lose what it has."""
     for spec in specs:
-        benches = list(spec.benches(device))
-        if not benches:
+        offered = list(spec.benches(device))
+        benches = [bench for bench in offered if match in bench.name]
+        if not offered:
             yield Row(spec.name, "none", "-", note="offers no bench")
         for bench in benches:
-            rows = run_bench(registry, spec, bench, device, roofline)
+            rows = run_bench(registry, spec, bench, device, roofline, compiled_too)
             while True:
                 try:
                     with _working(f"{spec.name}: {bench.name}"):
@@ -339,6 +348,8 @@ def _rows(registry: Registry, specs: Sequence[OpSpec], device: torch.device, roo
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m thdops bench`."""
     parser.add_argument("ops", nargs="*", metavar="op", help="ops to time; all that offer a bench if none is named")
+    parser.add_argument("--match", default="", metavar="TEXT", help="only benches whose name holds it, such as T=65536")
+    parser.add_argument("--eager", action="store_true", help="leave out what is compiled, the baseline and the op: it takes long")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header, roofline and rows there")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and their floors there (needs matplotlib)")
     parser.add_argument(
@@ -379,7 +390,7 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
         print("results are compared on CPU; the times are those of the references and say nothing about the kernels\n")
     print(_columns())
     rows: list[Row] = []
-    for row in _rows(registry, specs, device, roofline):
+    for row in _rows(registry, specs, device, roofline, args.match, not args.eager):
         if not rows or (rows[-1].op, rows[-1].bench) != (row.op, row.bench):
             print(f"{row.op}: {row.bench}")
         print(format_row(row), flush=True)

@@ -298,7 +298,7 @@ def router(call: RouterCall) -> tuple[Tensor, ...]:
     launch_as(
         (number, "finish", tokens is None or tokens < 2**31),
         finish,
-        (plan.sets, plan.blocks, 1),
+        (max(plan.sets, 1), plan.blocks, 1),
         (
             sums, chosen_counts, row_counts, routed_counts, z_sums, padded, call.total_num_tokens_tensor, call.aux_coeff_tensor,
             call.z_coeff_tensor, score_sums, counts, tokens_per_expert, num_tokens, aux_loss, z_loss, z_sum, coefficients, balances,
@@ -354,7 +354,7 @@ def _launch_grad(
         (rows.programs * rows.tiles, 1, 1),
         (
             grad, logits, *given, logits.shape[0], *logits.stride(), _stride(given.padding_mask),
-            0 if given.cu_seqlens is None else given.cu_seqlens.shape[0] - 1, *_strides(given.grad_probs),
+            contract.sets_of_sums(given.cu_seqlens), *_strides(given.grad_probs),
             *_strides(given.grad_scores), *_strides(given.grad_score_sums), 1.0 if scaling_factor is None else scaling_factor,
         ),
         constants,

@@ -367,8 +367,11 @@ def finish(
     expert = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
     exists = expert < E
     if padded is not None:
-        start = tl.maximum(tl.minimum(tl.load(padded + sequence).to(tl.int64), rows), 0)
-        end = tl.maximum(tl.minimum(tl.load(padded + sequence + 1).to(tl.int64), rows), start)
+        # There may be no sequence at all, and one program all the same: for the tokens of each expert.
+        start = tl.load(padded + tl.minimum(sequence, sequences)).to(tl.int64)
+        end = tl.load(padded + tl.minimum(sequence + 1, sequences)).to(tl.int64)
+        start = tl.maximum(tl.minimum(start, rows), 0)
+        end = tl.maximum(tl.minimum(end, rows), start)
         first = start // program_rows
         count = tl.where(end > start, (end - 1) // program_rows - first + 1, 0)
         first += sequence
@@ -394,11 +397,12 @@ def finish(
             routed += load_partials(tokens, row, row < programs, expert, exists, E)
     score = tl.sum(score, axis=0)
     chosen = tl.sum(chosen, axis=0).to(tl.int64)
-    tl.store(score_sums + sequence * E + expert, score, mask=exists)
-    tl.store(all_counts + sequence * E + expert, chosen, mask=exists)
-    tl.store(balances + sequence * blocks + tl.program_id(1), tl.sum(score * chosen.to(tl.float32), axis=0))
-    if tl.program_id(1) == 0:
-        tl.store(num_tokens + sequence, tl.sum(valid, axis=0).to(tl.int64))
+    if sequence < sequences:
+        tl.store(score_sums + sequence * E + expert, score, mask=exists)
+        tl.store(all_counts + sequence * E + expert, chosen, mask=exists)
+        tl.store(balances + sequence * blocks + tl.program_id(1), tl.sum(score * chosen.to(tl.float32), axis=0))
+        if tl.program_id(1) == 0:
+            tl.store(num_tokens + sequence, tl.sum(valid, axis=0).to(tl.int64))
     if sequence == 0:
         tl.store(tokens_per_expert + expert, tl.sum(routed, axis=0).to(tl.int64), mask=exists)
 
