@@ -22,6 +22,7 @@ sys.path.insert(0, str(EXAMPLES))
 import train_packed_moe as job  # noqa: E402  # a script, found beside its modules
 from packed_moe import checkpoint, checks, data, loop, modes, training  # noqa: E402
 from packed_moe.config import CPU_SIZES, UserError, make_config  # noqa: E402
+from packed_moe.experts import grouped_linear  # noqa: E402
 
 TEXT = str(Path(sysconfig.get_paths()["stdlib"]) / "json")
 STEPS = 20
@@ -356,6 +357,30 @@ def test_comparisons_can_fail() -> None:
     assert not checks.check_variety([[3, 4], [4, 3]]).passed
 
 
+# --- the experts ------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("offsets", [[4, 4, 9], [0, 0, 0], [12, 12, 12], [3, 8, 12]])
+def test_every_expert_sees_its_own_rows_and_nobody_the_rest(device: str, offsets: list[int]) -> None:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    end = offsets[-1]
+    x, weight, grad = torch.randn(12, 16), torch.randn(3, 16, 8), torch.randn(12, 8)
+    x[end:] = float("nan")
+    grad[end:] = 0  # as `unpermute_tokens` gives it
+    x, weight, grad = (tensor.to(device, dtype) for tensor in (x, weight, grad))
+    leaves = x.requires_grad_(), weight.requires_grad_()
+    out = grouped_linear(*leaves, torch.tensor(offsets, dtype=torch.int32, device=device))
+    own = torch.tensor([sum(n >= stop for stop in offsets) for n in range(end)], dtype=torch.int64, device=device)
+    expected = (x[:end, None].float() @ weight.float()[own])[:, 0].to(dtype)
+    (grad_x, grad_weight), (expected_grad_x, expected_grad_weight) = (
+        torch.autograd.grad(result, leaves, incoming) for result, incoming in ((out, grad), (expected, grad[:end]))
+    )
+    torch.testing.assert_close(out[:end], expected)
+    torch.testing.assert_close(grad_x[:end], expected_grad_x[:end])
+    torch.testing.assert_close(grad_weight, expected_grad_weight)
+
+
 # --- data and sizes ---------------------------------------------------------------------------------------------------------------
 
 
@@ -414,6 +439,14 @@ def test_sizes_that_cannot_work_are_refused(sizes: dict[str, float], text: str) 
         make_config("cpu", 0, **sizes)
     assert str(refused.value) == text
     assert set(sizes) <= set(CPU_SIZES)
+
+
+@pytest.mark.parametrize("size", ["dim", "ffn"])
+def test_sizes_that_no_grouped_product_takes_are_refused(size: str) -> None:
+    text = "must be a multiple of 8 on a GPU, got 100; the experts' grouped product wants bf16 rows of whole 16 bytes"
+    with pytest.raises(UserError, match=f"--{size} {text}"):
+        make_config("cuda", 0, **{size: 100})
+    make_config("cpu", 0, **{size: 100})
 
 
 def test_a_bad_size_on_the_command_line_gives_exit_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,7 +17,7 @@ import torch
 
 from packed_moe.config import UserError
 
-_MAGIC = b"packed-moe checkpoint 1\n"
+_MAGIC = b"packed-moe checkpoint 2\n"
 
 
 def save(path: Path, content: dict[str, Any]) -> None:

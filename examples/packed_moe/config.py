@@ -30,7 +30,7 @@ class Config:
     ffn: int
     lr: float
     autocast: bool
-    """bf16 autocast over fp32 parameters: what a GPU is good at, and what its attention kernels take."""
+    """bf16 autocast over fp32 parameters: what a GPU is good at, and what its attention and grouped product kernels take."""
     aux_coeff: float = 1e-2
     z_coeff: float = 1e-3
     weight_decay: float = 0.01
@@ -110,6 +110,10 @@ def _validate(config: Config) -> None:
         raise refuse("--heads", f"be a multiple of --kv-heads ({config.kv_heads})", config.heads, "change one of them")
     if config.head_dim % 8 or not 16 <= config.head_dim <= 256:
         raise refuse("--head-dim", "be a multiple of 8 from 16 to 256", config.head_dim, "attention takes no other")
+    for name in ("dim", "ffn"):
+        if config.device == "cuda" and getattr(config, name) % 8:
+            fix = "the experts' grouped product wants bf16 rows of whole 16 bytes"
+            raise refuse(f"--{name}", "be a multiple of 8 on a GPU", getattr(config, name), fix)
     if not (math.isfinite(config.lr) and config.lr > 0):
         raise refuse("--lr", "be a finite number above 0", config.lr, "try 0.001")
     if not 0 <= config.seed < 2**63:

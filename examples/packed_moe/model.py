@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import thdops
 from packed_moe.config import Config
+from packed_moe.experts import grouped_linear
 from thdops.packing import IGNORE_INDEX
 
 VOCABULARY = 256
@@ -96,47 +97,37 @@ class Attention(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """A softmax router and its experts. There are few of them, so each is computed for every row, and unchosen ones weigh 0."""
+    """A softmax router and its experts, each of which computes the rows that chose it."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.experts, self.topk = config.experts, config.topk
         self.aux_coeff, self.z_coeff = config.aux_coeff, config.z_coeff
+        self.dtype = torch.bfloat16 if config.autocast else torch.float32
         self.router = _weight(config.dim, config.experts, fan_in=config.dim)
-        self.up = _weight(config.dim, config.experts * config.ffn, fan_in=config.dim)
-        self.down = _weight(config.experts * config.ffn, config.dim, fan_in=config.topk * config.ffn)
+        self.up = _weight(config.experts, config.dim, config.ffn, fan_in=config.dim)
+        self.down = _weight(config.experts, config.ffn, config.dim, fan_in=config.topk * config.ffn)
 
     def forward(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """(out [T, D], aux loss, z-loss)."""
-        probs, chosen, aux, z = self.route(x, rows)
-        hidden = F.silu(x @ self.up).view(x.shape[0], self.experts, -1)
-        weighted = torch.where(chosen[..., None], hidden * probs[..., None].to(hidden.dtype), 0)
-        return weighted.flatten(1) @ self.down, aux, z
-
-    def route(self, x: Tensor, rows: Rows) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(probs [T, E] fp32, chosen [T, E] bool, aux loss, z-loss). Padding rows choose no expert and count in no loss."""
+        """(out [T, D], aux loss, z-loss). Padding rows choose no expert and count in no loss."""
         # The choice is discrete: in bf16 near ties would fall differently from one mode to the next.
         with torch.autocast(x.device.type, enabled=False):
             logits = x.float() @ self.router
-        valid = ~rows.padding[:, None]
-        order = logits.detach().sort(dim=-1, descending=True, stable=True).indices[:, : self.topk]
-        experts = torch.arange(self.experts, device=x.device)
-        chosen = (order[:, :, None] == experts).any(1) & valid
-        scores = logits.softmax(-1)
-        kept = torch.where(chosen, scores, 0)
-        probs = kept / kept.sum(-1, keepdim=True).clamp(min=1e-20)
-        aux = thdops.moe_aux_loss(
-            scores,
-            chosen.sum(0),
-            rows.num_tokens,
-            num_experts=self.experts,
-            topk=self.topk,
-            coeff=self.aux_coeff,
+        routed = thdops.router(
+            logits,
+            self.topk,
             padding_mask=rows.padding,
+            probs="topk",
+            routing="indices",
+            index_dtype=torch.int32,
+            aux_coeff=self.aux_coeff,
+            z_coeff=self.z_coeff,
+            total_num_tokens=rows.num_tokens,
         )
-        squared = torch.where(rows.padding, 0, logits.logsumexp(-1).square())
-        z = self.z_coeff * squared.sum() / rows.num_tokens.clamp(min=1)
-        return probs, chosen, aux, z
+        sorted_rows, offsets, row_map = thdops.permute_tokens(x.to(self.dtype), routed.routing, self.experts)
+        hidden = F.silu(grouped_linear(sorted_rows, self.up, offsets))
+        out = thdops.unpermute_tokens(grouped_linear(hidden, self.down, offsets), row_map, routed.probs)
+        return out, routed.aux_loss, routed.z_loss
 
 
 class Block(nn.Module):
