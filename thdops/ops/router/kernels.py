@@ -104,6 +104,18 @@ def _rows(logits: Tensor, topk: int, num_groups: int, kind: str) -> _Rows:
     )
 
 
+_Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+
+
+def _shapes(*tensors: Tensor) -> _Shapes:
+    """What to allocate in every call of a kind."""
+    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+
+
+def _allocate(shapes: _Shapes, device: torch.device) -> tuple[Tensor, ...]:
+    return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes])
+
+
 def _stride(mask: Tensor | None) -> int:
     return 0 if mask is None else mask.stride(0)
 
@@ -137,24 +149,24 @@ def _constants(
 # --- router_topk ------------------------------------------------------------------------------------------------------------------
 
 
-def _plan_topk(*fields: Any) -> tuple[_Rows, tuple[Any, ...]]:
+def _plan_topk(*fields: Any) -> tuple[_Rows, tuple[Any, ...], _Shapes]:
     contract.check_router_topk(*fields)
     call = TopkCall(*fields)
     groups = (call.num_groups or 0, call.group_topk or 0)
     rows = _rows(call.logits, call.topk, groups[0], "rows")
     scoring = (call.score_function, call.score_function, call.pre_softmax, call.normalize)
     formats = (call.probs_format, call.routing_format, call.pad_routing == "keep")
-    return rows, _constants(rows, call.logits.shape[1], call.topk, (True, False, False), scoring, groups, formats)
+    constants = _constants(rows, call.logits.shape[1], call.topk, (True, False, False), scoring, groups, formats)
+    return rows, constants, _shapes(*contract.fake_router_topk(*fields))
 
 
 _topk_plans = Plans(_plan_topk)
 
 
 @takes(TopkCall)
-def router_topk(call: TopkCall) -> tuple[Tensor, Tensor, Tensor]:
-    number, (rows, constants) = _topk_plans(*call)
-    outputs = contract.fake_router_topk(*call)
-    probs, routing, chosen = outputs
+def router_topk(call: TopkCall) -> tuple[Tensor, ...]:
+    number, (rows, constants, shapes) = _topk_plans(*call)
+    outputs = probs, routing, chosen = _allocate(shapes, call.logits.device)
     mask = None if call.pad_routing == "keep" else call.padding_mask
     launch_as(
         number,
@@ -177,12 +189,13 @@ def router_topk(call: TopkCall) -> tuple[Tensor, Tensor, Tensor]:
 
 def _plan_scores(
     logits: Tensor, padding_mask: Tensor | None, topk: int, score_function: str, routing_format: str
-) -> tuple[_Rows, tuple[Any, ...]]:
+) -> tuple[_Rows, tuple[Any, ...], _Shapes]:
     contract.check_router_scores(logits, padding_mask, topk, score_function, routing_format)
     rows = _rows(logits, topk, 0, "rows")
     scoring = (score_function, score_function, False, True)
     formats = ("none", routing_format, False)
-    return rows, _constants(rows, logits.shape[1], topk, (False, True, False), scoring, (0, 0), formats)
+    constants = _constants(rows, logits.shape[1], topk, (False, True, False), scoring, (0, 0), formats)
+    return rows, constants, _shapes(*contract.fake_router_scores(logits, padding_mask, topk, score_function, routing_format))
 
 
 _scores_plans = Plans(_plan_scores)
@@ -191,8 +204,8 @@ _scores_plans = Plans(_plan_scores)
 def router_scores(
     logits: Tensor, padding_mask: Tensor | None, topk: int, score_function: str, routing_format: str = "mask"
 ) -> tuple[Tensor, Tensor]:
-    number, (rows, constants) = _scores_plans(logits, padding_mask, topk, score_function, routing_format)
-    scores, routing = contract.fake_router_scores(logits, padding_mask, topk, score_function, routing_format)
+    number, (rows, constants, shapes) = _scores_plans(logits, padding_mask, topk, score_function, routing_format)
+    scores, routing = _allocate(shapes, logits.device)
     launch_as(
         number,
         route_rows,
@@ -222,6 +235,7 @@ class _Sums(NamedTuple):
     folded: int
     blocks: int
     finish: tuple[Any, ...]
+    shapes: _Shapes
 
 
 def _plan_router(*fields: Any) -> _Sums:
@@ -236,15 +250,25 @@ def _plan_router(*fields: Any) -> _Sums:
     sequences = 0 if call.cu_seqlens is None else sets
     total = "tensor" if call.total_num_tokens_tensor is not None else "int" if call.total_num_tokens is not None else "own"
     mean = call.reduction == "mean" and call.cu_seqlens is not None
+    pairs = rows.programs + sequences + 1
+    folded = _FOLDED if sequences == 0 and rows.programs > _FOLDED else 0
+    height, blocks = pairs + folded, -(-experts // _FINISH_E)
+    partial: _Shapes = (
+        ((height, experts), torch.float32),
+        ((2, height, experts), torch.int32),
+        ((height + 1,), torch.int32),
+        ((height + sets * blocks,), torch.float32),
+    )
     return _Sums(
         rows,
         _constants(rows, experts, call.topk, (True, False, True), scoring, groups, formats),
         sets,
         sequences,
-        rows.programs + sequences + 1,
-        _FOLDED if sequences == 0 and rows.programs > _FOLDED else 0,
-        -(-experts // _FINISH_E),
+        pairs,
+        folded,
+        blocks,
         (experts, call.topk, total, mean, _FINISH_P, _FINISH_E, _FINISH_S),
+        (*_shapes(*contract.fake_router(*fields)), *partial),
     )
 
 
@@ -258,17 +282,12 @@ def router(call: RouterCall) -> tuple[Tensor, ...]:
     kind = call if tokens is None else call._replace(total_num_tokens=min(tokens, 0))
     number, plan = _router_plans(*kind)
     rows, tiling = plan.rows, plan.rows.tiling
-    outputs = contract.fake_router(*call)
+    *outputs, sums, integers, row_counts, z_sums = _allocate(plan.shapes, call.logits.device)
     probs, routing, chosen, tokens_per_expert, aux_loss, z_loss, score_sums, counts, z_sum, num_tokens, coefficients = outputs
     total, experts = call.logits.shape
     height = plan.pairs + plan.folded
-    device = call.logits.device
-    sums = torch.empty((height, experts), dtype=torch.float32, device=device)
-    integers = torch.empty((2, height, experts), dtype=torch.int32, device=device)
     chosen_counts, routed_counts = integers
-    row_counts = torch.empty(height + 1, dtype=torch.int32, device=device)
     ticket = row_counts[height:]
-    z_sums = torch.empty(height + plan.sets * plan.blocks, dtype=torch.float32, device=device)
     balances = z_sums[height:]
     if total == 0:
         ticket.zero_()
@@ -308,7 +327,7 @@ def router(call: RouterCall) -> tuple[Tensor, ...]:
         plan.finish,
         _FINISH_WARPS,
     )  # fmt: skip
-    return outputs
+    return tuple(outputs)
 
 
 # --- gradients --------------------------------------------------------------------------------------------------------------------
