@@ -238,6 +238,122 @@ thdops::moe_aux_loss_grad(Tensor grad_loss, Tensor coefficient, Tensor tokens_pe
     ValueError: moe_aux_loss_grad: rows must be at least 0, got -1; pass a larger one
   mask of other sequences
     ValueError: moe_aux_loss_grad: padding_mask must be [T, M] with M a divisor of the 8 columns, got shape [6, 3]; pass the mask of the forward
+thdops::tokens_per_expert(Tensor routing, Tensor? padding_mask=None, SymInt? num_experts=None) -> Tensor
+  a float mask
+    TypeError: tokens_per_expert: routing must be bool (a mask), int16 or int32 or int64 (indices) or uint8 (a bitmap), got float32; pass what the router returned
+  one dimension
+    ValueError: tokens_per_expert: routing must have 2 dimensions [T, E], [T, K] or [T, ceil(E/8)], got shape [12]; reshape it
+  a mask of no expert
+    ValueError: tokens_per_expert: routing must have a column per expert, got shape [6, 0]; pass the mask [T, E], and E or None as num_experts
+  a mask of other experts
+    ValueError: tokens_per_expert: routing must have a column per expert (8), got shape [6, 12]; pass the mask [T, E], and E or None as num_experts
+  indices alone
+    ValueError: tokens_per_expert: num_experts must be given for indices and bitmaps, got None with routing int64[6, 2]; only a mask tells the number of experts
+  a bitmap alone
+    ValueError: tokens_per_expert: num_experts must be given for indices and bitmaps, got None with routing uint8[6, 2]; only a mask tells the number of experts
+  no expert
+    ValueError: tokens_per_expert: num_experts must be at least 1, got 0; pass a larger one
+  a mask of bytes
+    ValueError: tokens_per_expert: routing must have a bit per expert, ceil(12/8) bytes a row, where it is uint8, got shape [6, 12]; pass the bitmap, or a mask as bool
+  padding of a bad dtype
+    TypeError: tokens_per_expert: padding_mask must be bool, True on padding rows, got int32; cast it with .bool()
+  padding of other rows
+    ValueError: tokens_per_expert: padding_mask must be [T] with one entry per row of routing (6), got shape [5]; flatten it like the rows of routing
+thdops::moe_z_loss(Tensor logits, Tensor? coeff_tensor, Tensor? padding_mask, float? coeff=None) -> (Tensor loss, Tensor factor, Tensor lse)
+  integers
+    TypeError: moe_z_loss: logits must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  rank 3
+    ValueError: moe_z_loss: logits must have 2 dimensions [T, E], got shape [1, 6, 8]; reshape it
+  no expert
+    ValueError: moe_z_loss: logits must have at least one expert, got shape [6, 0]; pass [T, E]
+  no coefficient
+    ValueError: moe_z_loss: coeff must be given either as coeff (a float) or as coeff_tensor, got neither; pass exactly one and None for the other
+  coefficient of a bad dtype
+    TypeError: moe_z_loss: coeff must be float32, got float16; cast it
+  mask of other rows
+    ValueError: moe_z_loss: padding_mask must be [T] with one entry per row of logits (6), got shape [5]; flatten it like the rows of logits
+thdops::moe_z_loss_grad(Tensor grad_loss, Tensor factor, Tensor logits, Tensor lse) -> Tensor
+  integers
+    TypeError: moe_z_loss_grad: logits must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  gradient of several elements
+    ValueError: moe_z_loss_grad: grad_loss must have one element, got shape [2]; pass a 0-d tensor
+  factor of a bad dtype
+    TypeError: moe_z_loss_grad: factor must be float32, got bfloat16; cast it
+  lse of other rows
+    ValueError: moe_z_loss_grad: lse must be [T] with one entry per row of logits (6), got shape [5]; pass what the forward returned
+thdops::moe_seq_aux_loss(Tensor scores, Tensor routing, Tensor cu_seqlens, Tensor? cu_seqlens_padded, Tensor? coeff_tensor, SymInt num_experts, SymInt topk, str reduction, float? coeff=None) -> (Tensor loss, Tensor slopes, Tensor share)
+  other experts
+    ValueError: moe_seq_aux_loss: scores must have a column per expert (4), got shape [25, 8]; pass the scores over all experts: [T, E]
+  topk 0
+    ValueError: moe_seq_aux_loss: topk must be from 1 to num_experts (8), got 0; pass the router's top-k
+  topk 9
+    ValueError: moe_seq_aux_loss: topk must be from 1 to num_experts (8), got 9; pass the router's top-k
+  integer scores
+    TypeError: moe_seq_aux_loss: scores must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  routing of other rows
+    ValueError: moe_seq_aux_loss: routing must have the rows of scores (25), got shape [24, 8]; pass both of the same tokens
+  a mask of other experts
+    ValueError: moe_seq_aux_loss: routing must have a column per expert (8), got shape [25, 7]; pass the mask [T, E], and E or None as num_experts
+  unknown reduction
+    ValueError: moe_seq_aux_loss: reduction must be one of mean, sum, none, got 'max'; choose one
+  two coefficients
+    ValueError: moe_seq_aux_loss: coeff must be given either as coeff (a float) or as coeff_tensor, got both; pass exactly one and None for the other
+  cu_seqlens of a float dtype
+    TypeError: moe_seq_aux_loss: cu_seqlens must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  cu_seqlens of two dimensions
+    ValueError: moe_seq_aux_loss: cu_seqlens must be 1-D [B+1] with at least one entry, got shape [1, 5]; pass B+1 offsets
+  cu_seqlens without an entry
+    ValueError: moe_seq_aux_loss: cu_seqlens must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  cu_seqlens that is a column
+    ValueError: moe_seq_aux_loss: cu_seqlens must be contiguous, got stride 2; call .contiguous()
+  cu_seqlens_padded that is a column
+    ValueError: moe_seq_aux_loss: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  cu_seqlens_padded of a small integer dtype
+    TypeError: moe_seq_aux_loss: cu_seqlens_padded must be int32 or int64, got int16; cast it, for example with .to(torch.int32)
+  cu_seqlens_padded of another length
+    ValueError: moe_seq_aux_loss: cu_seqlens_padded must have as many entries as cu_seqlens (5), got 4; pass B+1 offsets in both
+  cu_seqlens_padded of another dtype
+    TypeError: moe_seq_aux_loss: cu_seqlens_padded must have the dtype of cu_seqlens (int32), got int64; cast one of them
+thdops::moe_seq_aux_loss_grad(Tensor grad_loss, Tensor slopes, Tensor share, Tensor cu_seqlens, Tensor? cu_seqlens_padded, SymInt rows, ScalarType dtype) -> Tensor
+  slopes of other sequences
+    ValueError: moe_seq_aux_loss_grad: slopes must be [B, E] with B = 4 sequences, got shape [3, 8]; pass what the forward returned
+  gradient of other sequences
+    ValueError: moe_seq_aux_loss_grad: grad_loss must be 0-d or [B] with B = 4 sequences, got shape [3]; pass the gradient of the loss
+  share of a bad dtype
+    TypeError: moe_seq_aux_loss_grad: share must be float32, got float16; cast it
+  negative rows
+    ValueError: moe_seq_aux_loss_grad: rows must be at least 0, got -1; pass a larger one
+  integer dtype
+    TypeError: moe_seq_aux_loss_grad: dtype must be float32 or bfloat16 or float16, got int32 on cpu; pass the dtype of scores
+  cu_seqlens of a float dtype
+    TypeError: moe_seq_aux_loss_grad: cu_seqlens must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  cu_seqlens of two dimensions
+    ValueError: moe_seq_aux_loss_grad: cu_seqlens must be 1-D [B+1] with at least one entry, got shape [1, 5]; pass B+1 offsets
+  cu_seqlens without an entry
+    ValueError: moe_seq_aux_loss_grad: cu_seqlens must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  cu_seqlens that is a column
+    ValueError: moe_seq_aux_loss_grad: cu_seqlens must be contiguous, got stride 2; call .contiguous()
+  cu_seqlens_padded that is a column
+    ValueError: moe_seq_aux_loss_grad: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  cu_seqlens_padded of a small integer dtype
+    TypeError: moe_seq_aux_loss_grad: cu_seqlens_padded must be int32 or int64, got int16; cast it, for example with .to(torch.int32)
+  cu_seqlens_padded of another length
+    ValueError: moe_seq_aux_loss_grad: cu_seqlens_padded must have as many entries as cu_seqlens (5), got 4; pass B+1 offsets in both
+  cu_seqlens_padded of another dtype
+    TypeError: moe_seq_aux_loss_grad: cu_seqlens_padded must have the dtype of cu_seqlens (int32), got int64; cast one of them
+thdops::expert_bias_update(Tensor bias, Tensor tokens_per_expert, Tensor? rate_tensor, float? rate=None) -> Tensor
+  an integer bias
+    TypeError: expert_bias_update: bias must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  rank 3
+    ValueError: expert_bias_update: bias must be [E] or [L, E] with at least one expert, got shape [1, 2, 8]; pass the biases of one layer, or of several stacked
+  counts of a bad dtype
+    TypeError: expert_bias_update: tokens_per_expert must be int32 or int64 or float32, got bfloat16; cast it
+  counts of another shape
+    ValueError: expert_bias_update: tokens_per_expert must have the shape of bias [2, 8], got shape [8]; pass one count per bias
+  two rates
+    ValueError: expert_bias_update: rate must be given either as rate (a float) or as rate_tensor, got both; pass exactly one and None for the other
+  several rates
+    ValueError: expert_bias_update: rate must have one element, got shape [2]; pass a 0-d tensor
 thdops::permute_tokens(Tensor x, Tensor indices, SymInt num_experts) -> (Tensor rows, Tensor offsets, Tensor map)
   a scalar
     ValueError: permute_tokens: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
@@ -799,6 +915,97 @@ moe_aux_loss_grad
   no row: float32[0, 8]
   one expert: float32[5, 1]
   wider than a block: float32[3, 1536]
+tokens_per_expert
+  mask, padding: int64[16]
+  mask, padding, other sizes: int64[8]
+  mask, num_experts given: int64[16]
+  mask, columns no multiple of four: int64[10]
+  transposed mask, strided padding: int64[16]
+  every second column of a mask: int64[16]
+  indices, torch.int16: int64[16]
+  indices, torch.int32: int64[16]
+  indices, torch.int64: int64[16]
+  transposed indices: int64[16]
+  an id twice in a row: int64[16]
+  bitmap of 16 experts: int64[16]
+  bitmap of 20 experts: int64[20]
+  bitmap of 32 experts: int64[32]
+  bitmap whose spare bits are set: int64[12]
+  transposed bitmap: int64[20]
+  nothing but padding: int64[16]
+  no row: int64[16]
+  one expert: int64[1]
+  wider than a block: int64[600]
+  indices of more experts than a block: int64[600]
+moe_z_loss
+  float coefficient: float32[], float32[], float32[40]
+  float coefficient, other sizes: float32[], float32[], float32[21]
+  coefficient and mask on the device, experts out of reach: float32[], float32[], float32[19]
+  torch.bfloat16, strided mask: float32[], float32[], float32[19]
+  torch.float16, strided mask: float32[], float32[], float32[19]
+  transposed: float32[], float32[], float32[19]
+  sliced columns: float32[], float32[], float32[19]
+  every second row and column: float32[], float32[], float32[19]
+  expanded row: float32[], float32[], float32[9]
+  large logits: float32[], float32[], float32[9]
+  coefficient 0: float32[], float32[], float32[9]
+  nothing but padding: float32[], float32[], float32[5]
+  no row: float32[], float32[], float32[0]
+  one expert: float32[], float32[], float32[5]
+  wider than a block: float32[], float32[], float32[2]
+moe_z_loss_grad
+  no padding: float32[40, 8]
+  padding, experts out of reach: float32[19, 12]
+  torch.bfloat16: bfloat16[19, 12]
+  torch.float16: float16[19, 12]
+  transposed, strided lse, one element each: float32[19, 12]
+  sliced columns: float32[19, 12]
+  expanded row: float32[9, 8]
+  factor 0: float32[9, 8]
+  no row: float32[0, 8]
+  one expert: float32[5, 1]
+  wider than a block: float32[2, 4100]
+moe_seq_aux_loss
+  mask, gaps and tail: float32[], float32[4, 8], float32[]
+  mask, empty sequences: float32[], float32[6, 12], float32[]
+  indices, sentinels, coefficient on the device, a loss each: float32[32], float32[32, 8], float32[]
+  bitmap, tail, torch.bfloat16: float32[], float32[3, 20], float32[]
+  bitmap, tail, torch.float16: float32[], float32[3, 20], float32[]
+  transposed: float32[], float32[4, 8], float32[]
+  sliced columns: float32[4], float32[4, 12], float32[]
+  rows before the first: float32[], float32[2, 8], float32[]
+  no valid row: float32[], float32[2, 8], float32[]
+  no sequence: float32[], float32[0, 8], float32[]
+  coefficient 0: float32[], float32[4, 8], float32[]
+  no row: float32[], float32[4, 8], float32[]
+  one expert: float32[], float32[4, 1], float32[]
+  wider than a block: float32[], float32[4, 300], float32[]
+moe_seq_aux_loss_grad
+  mask, gaps and tail: float32[25, 8]
+  mask, empty sequences: float32[17, 12]
+  indices, sentinels, coefficient on the device, a loss each: float32[16, 8]
+  bitmap, tail, torch.bfloat16: bfloat16[23, 20]
+  bitmap, tail, torch.float16: float16[23, 20]
+  rows before the first: float32[14, 8]
+  no valid row: float32[8, 8]
+  no sequence: float32[5, 8]
+  coefficient 0: float32[25, 8]
+  no row: float32[0, 8]
+  one expert: float32[25, 1]
+  wider than a block: float32[25, 300]
+  strided gradient, transposed slopes: float32[25, 8]
+  a gradient of 0: float32[25, 8]
+expert_bias_update
+  one layer, float rate: float32[12]
+  one layer, other sizes: float32[8]
+  layers, int32 counts, rate on the device: float32[3, 8]
+  torch.bfloat16, float counts: bfloat16[2, 12]
+  torch.float16, float counts: float16[2, 12]
+  transposed: float32[6, 8]
+  every second expert: float32[2, 8]
+  no layer: float32[0, 8]
+  one expert: float32[1, 1]
+  wider than a block: float32[2, 1100]
 permute_tokens
   fp32: float32[48, 24], int32[6], int32[16, 3]
   fp32, other sizes: float32[26, 20], int32[5], int32[13, 2]

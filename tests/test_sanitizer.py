@@ -27,9 +27,16 @@ for ends in malformed:
             thdops.slice_cu_seqlens(cu, padded, 7, 20)
             q, k, v = (torch.randn(rows, 2, 16, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
             thdops.attention(q, k, v, cu, cu_seqlens_q_padded=padded, causal=True).sum().backward()
+            for routing in (torch.rand(rows, 8, device=device) < 0.3, torch.randint(-3, 12, (rows, 2), device=device)):
+                scores = torch.rand(rows, 8, device=device, requires_grad=True)
+                losses = thdops.moe_seq_aux_loss(scores, routing, cu, padded, num_experts=8, topk=2, coeff=1.0, reduction="none")
+                losses.sum().backward()
+                thdops.tokens_per_expert(routing, num_experts=8)
     thdops.cu_seqlens_from_lengths(torch.tensor(ends, device=device), 5)
     thdops.cu_seqlens_from_positions(torch.tensor(ends * 10, device=device), 5)
 probs = torch.rand(rows, 8, device=device, requires_grad=True)
+thdops.moe_z_loss(probs, 1.0).backward()
+thdops.expert_bias_update(torch.zeros(8, device=device), torch.ones(8, device=device), 0.1)
 thdops.moe_aux_loss(probs, torch.ones(8, device=device), 3, num_experts=8, topk=2, coeff=1.0).backward()
 for dtype in (torch.int16, torch.int32, torch.int64):
     for ids in (torch.arange(-20, 100, device=device), torch.full((120,), torch.iinfo(dtype).min, device=device)):

@@ -10,6 +10,7 @@ from thdops._version import __version__
 from thdops.ops.attach.op import attach_loss
 from thdops.ops.attention_thd.op import attention, attention_backends
 from thdops.ops.aux_loss.op import moe_aux_loss
+from thdops.ops.balancing.op import expert_bias_update, moe_seq_aux_loss, moe_z_loss, tokens_per_expert
 from thdops.ops.dispatch.op import permute_tokens, unpermute_tokens
 from thdops.ops.padding.op import (
     compact_rows,
@@ -39,7 +40,10 @@ __all__ = [
     "compact_rows",
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_positions",
+    "expert_bias_update",
     "moe_aux_loss",
+    "moe_seq_aux_loss",
+    "moe_z_loss",
     "padding_mask",
     "permute_tokens",
     "positions",
@@ -48,6 +52,7 @@ __all__ = [
     "router_topk",
     "sequence_ids",
     "slice_cu_seqlens",
+    "tokens_per_expert",
     "unpermute_tokens",
     "z_loss_from_sums",
     "zero_fill",

@@ -28,7 +28,7 @@ def _padding(padding_mask: Tensor, columns: int) -> Tensor:
     return padding_mask[:, :, None].expand(rows, folds, columns // folds).reshape(rows, columns)
 
 
-def _scalar(value: float | None, tensor: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
+def scalar(value: float | None, tensor: Tensor | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     """The one of the two that was given, 0-d."""
     if tensor is not None:
         return tensor.detach().to(dtype).reshape(())
@@ -47,8 +47,8 @@ def moe_aux_loss(
     coeff: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     dtype = accumulation_dtype(probs.dtype)
-    count = _scalar(total_num_tokens, total_num_tokens_tensor, dtype, probs.device)
-    scale = _scalar(coeff, coeff_tensor, dtype, probs.device)
+    count = scalar(total_num_tokens, total_num_tokens_tensor, dtype, probs.device)
+    scale = scalar(coeff, coeff_tensor, dtype, probs.device)
     # Left to right: N * N, which may not fit, is never formed.
     coefficient = torch.where(count > 0, scale * num_experts / topk / count / count, 0.0)
     values = probs.to(dtype)
