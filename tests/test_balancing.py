@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import thdops
+from thdops.namespace import REGISTRY
 from thdops.ops.balancing.samples import as_bitmap, as_indices, as_mask, normal, uniform
 from thdops.ops.layouts import NAMES, layout, others, prefix_sums
 
@@ -273,11 +274,16 @@ def test_each_loss_has_a_gradient_of_its_own() -> None:
     cu_seqlens = prefix_sums([4, 0, 3], DEVICE)
     losses = thdops.moe_seq_aux_loss(scores, routing, cu_seqlens, num_experts=8, topk=2, coeff=1.0, reduction="none")
     weights = tensor([2.0, NAN, -3.0])  # what a sequence without a token is given does not matter
-    (grad,) = torch.autograd.grad(losses, scores, weights)
+    (grad,) = torch.autograd.grad(losses, scores, weights, retain_graph=True)
     _, plain = seq_loss_and_grad(scores, routing, cu_seqlens, topk=2, coeff=1.0, reduction="sum")
     close(grad[:4], 2 * plain[:4])
     close(grad[4:7], -3 * plain[4:7])
     assert is_zero(grad[7:])
+    (grad,) = torch.autograd.grad(losses, scores, tensor([INF, 0.0, 0.0]))
+    chosen = routing[:4].any(0)
+    assert not chosen.all()
+    assert grad[:4, chosen].eq(INF).all()
+    assert is_zero(grad[:4, ~chosen])
 
 
 def test_folded_sequences_of_one_length_give_the_same() -> None:
@@ -306,6 +312,30 @@ def test_gradients_do_not_depend_on_how_sequences_fall_into_micro_batches(split:
         grads.append(grad)
     close(loss, whole)
     assert torch.equal(torch.cat(grads), whole_grad)
+
+
+# --- the references ---------------------------------------------------------------------------------------------------------------
+
+
+def test_references_are_differentiable_whatever_padding_holds() -> None:
+    """Kernels are judged by autograd through them: NaN on padding, and a row without any expert, must not reach a gradient."""
+    base = layout("gaps and tail", DEVICE)
+    padding = thdops.padding_mask(*base)
+    logits = torch.where(padding[:, None], NAN, normal(base.total, 8, DEVICE))
+    logits[0] = -INF
+    routing = as_mask(base.total, 8, 2, DEVICE)
+    calls: dict[str, tuple[Any, ...]] = {
+        "moe_z_loss": (logits, None, padding, 1.0),
+        "moe_seq_aux_loss": (logits.exp(), routing, base.cu_seqlens, base.padded, None, 8, 2, "sum", 1.0),
+    }
+    for name, (x, *args) in calls.items():
+        gradients = []
+        for function in (REGISTRY[name].reference, REGISTRY.op(name)):
+            leaf = x.requires_grad_()
+            loss, *_ = function(leaf, *args)
+            gradients += torch.autograd.grad(loss, leaf)
+        torch.testing.assert_close(*gradients)
+        assert is_zero(gradients[0][padding])
 
 
 # --- expert_bias_update -----------------------------------------------------------------------------------------------------------

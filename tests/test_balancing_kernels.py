@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -86,6 +86,7 @@ def test_counts_of_every_tiling(programs: int, experts: int, form: str, monkeypa
 
     monkeypatch.setattr(kernels_count, "multiprocessors", lambda device_index: 1)
     monkeypatch.setattr(kernels_count, "_PROGRAMS", programs)
+    monkeypatch.setattr(kernels_count, "_PARTIALS", 2)
     for routing in (choose(150, experts, min(experts, 3), DEVICE) for choose in FORMATS.values()):
         for padding in (None, mask_of_padding(150, DEVICE)):
             args = (laid_out(routing, form), padding, experts)
@@ -149,6 +150,7 @@ def test_z_loss_of_every_tiling(experts: int, form: str, monkeypatch: pytest.Mon
     monkeypatch.setattr(kernels_z_loss, "multiprocessors", lambda device_index: 1)
     logits = normal(19, experts, DEVICE)
     logits[::3, 0] = -INF if experts > 1 else 0.0
+    logits[1::2, -1] += 20.0  # the largest of its row, in the last tile
     hold_z_loss(laid_out(logits, form), None)
     padding = mask_of_padding(19, DEVICE)
     hold_z_loss(laid_out(torch.where(padding[:, None], NAN, logits), form), padding)
@@ -167,9 +169,10 @@ def test_kernels_on_rows_that_are_not_finite(experts: int) -> None:
     torch.testing.assert_close(lse, expected, equal_nan=True)
     assert lse[0] == -INF
     assert lse[2] == INF
-    one = torch.ones((), device=DEVICE)
+    one = torch.full((), -1.0, device=DEVICE)
     grad = kernel("moe_z_loss_grad")(one, factor, logits, lse)
     assert grad[0].eq(0).all()
+    assert not grad[0].signbit().any()
     finite = [1, 4, 5]
     expected_grad = reference("moe_z_loss_grad")(one, factor, logits, lse)
     torch.testing.assert_close(grad[finite], expected_grad[finite], rtol=2e-6, atol=1e-7)
@@ -212,10 +215,11 @@ def hold_seq_aux_loss(
     expected = reference("moe_seq_aux_loss")(*args)
     for actual, right in zip(results, expected, strict=True):
         torch.testing.assert_close(actual, right, rtol=4e-6, atol=0.0)
-    grad_args = (torch.ones_like(expected[0]), *expected[1:], cu_seqlens, padded, rows, torch.float32)
+    grad_args = (-torch.ones_like(expected[0]), *expected[1:], cu_seqlens, padded, rows, torch.float32)
     with poisoned_allocations():
         grad = kernel("moe_seq_aux_loss_grad")(*grad_args)
     torch.testing.assert_close(grad, reference("moe_seq_aux_loss_grad")(*grad_args), rtol=1e-6, atol=0.0)
+    assert not grad[grad == 0].signbit().any()
 
 
 @st.composite
@@ -296,6 +300,7 @@ def test_launches_do_not_depend_on_the_contents_of_metadata() -> None:
     st.booleans(),
     st.integers(0, 40),
 )
+@example([0, 5, 10, 10, 10, 10], [30, 40, 60, *[9] * 6], torch.int32, True, 10)  # begins behind T, in a chunk that looks at it
 def test_malformed_metadata_stays_within_the_tensors(
     valid: list[int], owned: list[int], dtype: torch.dtype, gaps: bool, rows: int
 ) -> None:

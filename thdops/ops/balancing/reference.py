@@ -84,11 +84,11 @@ def moe_seq_aux_loss(
     dtype = accumulation_dtype(scores.dtype)
     sequences = cu_seqlens.shape[0] - 1
     rows = locate_rows(cu_seqlens, cu_seqlens_padded, scores.shape[0])
-    sequence = torch.where(rows.valid, rows.sequence, sequences)  # one sequence more, for padding
+    sequence = torch.where(rows.valid, rows.sequence, sequences)
 
     def sums(of: Tensor) -> Tensor:
-        selected = torch.where(rows.valid[:, None], of, 0)
-        return selected.new_zeros(sequences + 1, num_experts).index_add(0, sequence, selected)[:sequences]
+        # One sequence more takes the padding rows, which may hold NaN, and is cut off.
+        return of.new_zeros(sequences + 1, num_experts).index_add(0, sequence, of)[:sequences]
 
     chosen = sums(_chosen(routing, num_experts)).to(dtype)
     tokens = torch.bincount(sequence, minlength=sequences + 1)[:sequences]
