@@ -27,8 +27,11 @@ def test_the_code_runs_and_zeroes_what_it_says() -> None:
     names["out"].sum().backward()
     assert all(names[name].grad[padding].eq(0).all() for name in "qkv")
     assert names["position"].tolist() == [0, 1, 2, 0, 0, 1, 2, 3, 4, 0, 0, 0]
-    valid = names["probs"][~names["mask"]]
-    torch.testing.assert_close(names["loss"], 8 * 1e-2 / 2 / 8 / 8 * (2 * valid).sum())
+    assert names["mixed"].eq(0).all(1).nonzero().flatten().tolist() == padding
+    assert names["offsets"][-1] == 2 * 8  # top-2 of 8 valid rows
+    sums = names["routed"].sums
+    assert sums.num_tokens == 8
+    torch.testing.assert_close(names["routed"].aux_loss, 8 * 1e-2 / 2 / 8 / 8 * (sums.counts * sums.scores).sum())
     assert [rows.tolist() for rows in names["batch"].unpack(names["batch"].tokens)] == [[1, 2, 3], [4, 5, 6, 7, 8]]
 
 

@@ -219,7 +219,9 @@ class OtherEnum:
         return self.number
 
 
-@pytest.mark.parametrize("routing_map_format", ["bytemap", RoutingMapFormat.BYTEMAP, 0, OtherEnum(0)], ids=str)
+@pytest.mark.parametrize(
+    "routing_map_format", ["bytemap", RoutingMapFormat.BYTEMAP, 0, OtherEnum(0)], ids=["name", "enum", "number", "another enum"]
+)
 def test_spellings_of_a_bytemap(routing_map_format: Any) -> None:
     logits = distinct_logits(5, 13)
     _, chosen = oracle_topk(logits, 3, False, None, None, None, "softmax", None)
@@ -228,7 +230,9 @@ def test_spellings_of_a_bytemap(routing_map_format: Any) -> None:
     assert torch.equal(fused_compute_score_for_moe_aux_loss(logits, 3, "softmax", routing_map_format)[0], chosen)
 
 
-@pytest.mark.parametrize("routing_map_format", ["bitmap_u8", RoutingMapFormat.BITMAP_U8, 1, OtherEnum(1)], ids=str)
+@pytest.mark.parametrize(
+    "routing_map_format", ["bitmap_u8", RoutingMapFormat.BITMAP_U8, 1, OtherEnum(1)], ids=["name", "enum", "number", "another enum"]
+)
 def test_spellings_of_a_bitmap(routing_map_format: Any) -> None:
     logits = distinct_logits(3, 5, 13)
     _, chosen = oracle_topk(logits, 3, False, None, None, None, "softmax", None)
