@@ -163,7 +163,7 @@ def choices_of(routing: Tensor, experts: int) -> Choices:
 def _tile(columns: int, experts: int, planes: int) -> tuple[int, tuple[int, int, int]]:
     """(blocks, (BLOCK_T, BLOCK_C, BLOCK_E)); `columns` are words, or ids."""
     if planes == 0:
-        block_c, block_e = power_of_two(columns), min(power_of_two(experts), _BINS)
+        block_c, block_e = power_of_two(columns), min(max(power_of_two(experts), 2), _BINS)
         return triton.cdiv(experts, block_e), (max(_TILES[0] // block_c, 1), block_c, block_e)
     block_c = min(power_of_two(columns * planes), _WIDEST)
     return triton.cdiv(columns * planes, block_c), (_TILES[planes] // block_c, block_c, 1)

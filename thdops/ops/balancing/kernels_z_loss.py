@@ -41,6 +41,7 @@ def reduce_rows(
         if padding_mask is not None:
             valid = valid & (tl.load(padding_mask + row * mask_stride, mask=valid, other=1) == 0)
         largest = tl.full([BLOCK_T], float("-inf"), tl.float32)
+        shift = tl.zeros([BLOCK_T], tl.float32)
         mass = tl.zeros([BLOCK_T], tl.float32)  # sum of exp(x - shift) so far
         for first in range(0, experts, BLOCK_E):
             expert = first + tl.arange(0, BLOCK_E).to(tl.int64)
@@ -53,8 +54,7 @@ def reduce_rows(
             shift = tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
             mass = mass * tl.exp(previous - shift) + tl.sum(tl.exp(x - shift[:, None]), axis=1)
         some = valid & (mass != 0)
-        value = tl.log(tl.where(some, mass, 1.0)) + tl.where(tl.abs(largest) == float("inf"), 0.0, largest)
-        value = tl.where(some, value, float("-inf"))
+        value = tl.where(some, tl.log(tl.where(some, mass, 1.0)) + shift, float("-inf"))
         tl.store(lse + row, value, mask=row < rows)
         total += tl.where(valid, value * value, 0.0)
         count += valid.to(tl.int64)
