@@ -116,7 +116,10 @@ def _filled(view: Tensor, values: Tensor) -> Tensor:
 
 
 def poisoned(tensor: Tensor, mask: Tensor, value: float) -> Tensor:
-    """`tensor` with `value` where `mask` is True; integers hold their largest value there, bools are flipped. Keeps strides."""
+    """`tensor` with `value` where `mask` is True; integers hold their largest value there, bools are flipped.
+
+    Keeps strides and alignment: a kernel may sum in another order where it cannot load as wide.
+    """
     if tensor.dtype == torch.bool:
         poison = ~tensor
     elif tensor.is_floating_point():
@@ -126,4 +129,7 @@ def poisoned(tensor: Tensor, mask: Tensor, value: float) -> Tensor:
     values = torch.where(mask, poison, tensor.detach())
     if 0 in tensor.stride():
         return values
-    return _filled(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device), values)
+    offset = tensor.data_ptr() % 16 // tensor.element_size()
+    extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    buffer = torch.empty(offset + extent, dtype=tensor.dtype, device=tensor.device)
+    return _filled(buffer.as_strided(tensor.shape, tensor.stride(), offset), values)

@@ -33,6 +33,7 @@ def reduce_rows(
     experts = width * VECTOR
     row_step = row_stride.to(tl.int64) * VECTOR
     total = tl.zeros([BLOCK_T], tl.float32)
+    lost = tl.zeros([BLOCK_T], tl.float32)  # what rounding took from the total, given back to the next row (Kahan)
     count = tl.zeros([BLOCK_T], tl.int64)
     stride = tl.num_programs(0).to(tl.int64) * BLOCK_T
     for start in range(tl.program_id(0).to(tl.int64) * BLOCK_T, rows.to(tl.int64), stride):
@@ -56,7 +57,11 @@ def reduce_rows(
         some = valid & (mass != 0)
         value = tl.where(some, tl.log(tl.where(some, mass, 1.0)) + shift, float("-inf"))
         tl.store(lse + row, value, mask=row < rows)
-        total += tl.where(valid, value * value, 0.0)
+        term = tl.where(valid, value * value, 0.0) - lost
+        longer = total + term
+        # An infinite sum stays one: inf - inf would make it NaN.
+        lost = tl.where(tl.abs(longer) == float("inf"), 0.0, (longer - total) - term)
+        total = longer
         count += valid.to(tl.int64)
     tl.store(sums + tl.program_id(0), tl.sum(total))
     tl.store(counts + tl.program_id(0), tl.sum(count))
