@@ -374,10 +374,12 @@ def settle(
     x = tl.load(row_at[:, None] + expert * column_stride, mask=live[:, None] & (slot < K), other=0.0).to(tl.float32)
     # The last one chosen and the best one left must differ by more than the bits that were replaced, and by what keys are off.
     if CHEAP:
-        left = unordered(extra | (SPAN - 1))
-        cut = (unordered(last & -SPAN) <= left + (2e-6 + tl.abs(left) * 5e-7)) & (extra != LOWEST)
+        left = tl.maximum(unordered(extra | (SPAN - 1)), -3e38)
+        # Not "at most": -inf, for which NaN counts here, gives NaN.
+        cut = ~(unordered(last & -SPAN) > left + (2e-6 + tl.abs(left) * 5e-7)) & (extra != LOWEST)
     else:
-        cut = (last ^ extra) & -SPAN == 0
+        # Zeros are equal, but their signs put them on two sides of 0.
+        cut = ((last ^ extra) & -SPAN == 0) | ((last < SPAN) & (extra >= -SPAN))
     doubtful = tl.maximum(cut.to(tl.int32), emptied)
     if ORDER:
         key = activation(x, SCORE)

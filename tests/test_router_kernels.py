@@ -1,0 +1,72 @@
+"""The router's kernels on contents that samples do not have: ties across the cut, NaN beside -inf, huge logits, far columns.
+
+On CPU they run in Triton's interpreter, every address held against the tensors' memory; on a GPU they are called as ops. T rows
+(tokens), E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from meta_kernels.router import RouterCall, TopkCall
+from thdops.conformance.interpreter import guarded_memory, why_not
+from thdops.namespace import REGISTRY
+from thdops.registry import load_launcher
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+NAN, INF = float("nan"), float("inf")
+pytestmark = [] if CUDA else [pytest.mark.skipif(why_not() != "", reason=why_not() or "interpreted")]
+
+
+def kernel(name: str, args: tuple[Any, ...]) -> Any:
+    """What an op's kernel returns on `DEVICE`, in guarded memory where it is interpreted."""
+    if CUDA:
+        return REGISTRY.op(name)(*args)
+    with guarded_memory([arg for arg in args if isinstance(arg, Tensor)]):
+        return load_launcher(REGISTRY[name], REGISTRY.schema(name))(*args)
+
+
+def topk_call(logits: Tensor, topk: int, score_function: str = "softmax", **changed: Any) -> TopkCall:
+    options = (None, None, None, "topk", "indices", torch.int64, "nowhere", -1)
+    call = TopkCall(logits, None, None, topk, score_function, False, True, *options)
+    return call._replace(**changed)
+
+
+def router_call(logits: Tensor, topk: int, score_function: str = "softmax", **changed: Any) -> RouterCall:
+    of_topk = topk_call(logits, topk, score_function)
+    optional = (None,) * 5
+    call = RouterCall(*of_topk[:3], *optional, *of_topk[3:], score_function, "mean", None, 1.0, 1.0)
+    return call._replace(**changed)
+
+
+def agree(name: str, call: TopkCall | RouterCall) -> tuple[Tensor, ...]:
+    """The kernel's results, if they are the reference's."""
+    actual, expected = kernel(name, call), REGISTRY[name].reference(*call)
+    for a, e in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, e, equal_nan=True)
+    return actual
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("logits", [[-0.0, 0.0], [1.0, -0.0, -0.0, 0.0, -1.0], [-1e-45, -0.0, 0.0, 1e-45]])
+def test_zeros_tie_across_the_cut(logits: list[float]) -> None:
+    x = torch.tensor([logits], device=DEVICE)
+    for topk in range(1, len(logits)):
+        agree("router_topk", topk_call(x, topk))
+        agree("router", router_call(x, topk))
+
+
+@pytest.mark.parametrize("score_function", ["sigmoid", "sqrtsoftplus"])
+def test_a_bias_of_minus_infinity_ranks_above_nan(score_function: str) -> None:
+    logits = torch.tensor([[NAN, 1.0, 2.0, NAN], [1.0, NAN, 2.0, 3.0], [NAN, NAN, NAN, NAN]], device=DEVICE)
+    bias = torch.tensor([0.0, -INF, -INF, 0.0], device=DEVICE)
+    for topk in (1, 2, 3, 4):
+        for infinite in (bias, -bias, torch.full_like(bias, -INF)):
+            agree("router_topk", topk_call(logits, topk, score_function, expert_bias=infinite))
