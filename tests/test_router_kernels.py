@@ -70,3 +70,18 @@ def test_a_bias_of_minus_infinity_ranks_above_nan(score_function: str) -> None:
     for topk in (1, 2, 3, 4):
         for infinite in (bias, -bias, torch.full_like(bias, -INF)):
             agree("router_topk", topk_call(logits, topk, score_function, expert_bias=infinite))
+
+
+# --- sums -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("pad_routing", ["nowhere", "keep"])
+def test_nan_stays_in_its_sequence(score_function: str, pad_routing: str) -> None:
+    logits = torch.randn(9, 6, device=DEVICE)
+    logits[[3, 5], 2], logits[8] = NAN, INF
+    cu_seqlens = torch.tensor([0, 3, 4, 5, 8], device=DEVICE)  # sequences 1 and 3 have NaN; the last row is in none
+    padding_mask = torch.arange(9, device=DEVICE) == 6
+    call = router_call(logits, 2, score_function, cu_seqlens=cu_seqlens, padding_mask=padding_mask, pad_routing=pad_routing)
+    sums = agree("router", call)[6]
+    assert sums.isnan().any(1).tolist() == [False, True, False, True]

@@ -94,11 +94,18 @@ def zeros_of(BLOCK_T: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, D
 
 
 @triton.jit
-def add_scaled(total, new, scale, CHUNKS: tl.constexpr):
-    """`total` + `new` * `scale`, tuples of [BLOCK_T, LANES] and a factor a row."""
+def add_scaled(total, new, scale, wanted, UNCLEAN: tl.constexpr, CHUNKS: tl.constexpr):
+    """`total` + `new` * `scale` of the wanted rows, tuples of [BLOCK_T, LANES] and a factor a row.
+
+    UNCLEAN: other rows may hold NaN, which a factor of 0 does not remove.
+    """
+    scale = tl.where(wanted, scale, 0.0)[:, None]
     added = ()
     for chunk in tl.static_range(CHUNKS):
-        added = added + (total[chunk] + new[chunk] * scale[:, None],)
+        scaled = new[chunk] * scale
+        if UNCLEAN:
+            scaled = tl.where(wanted[:, None], scaled, 0.0)
+        added = added + (total[chunk] + scaled,)
     return added
 
 
@@ -216,15 +223,10 @@ def route_rows(
                 all_terms, whole = activation_terms(xs, E, AUX, LANES, CHUNKS, EVEN)
                 share = 1.0 / whole
         if SUMS:
-            if KEEP:  # a row that is not counted may hold NaN, which a factor of 0 would not remove
-                countable = ()
-                for chunk in tl.static_range(CHUNKS):
-                    countable = countable + (tl.where(counted[:, None], all_terms[chunk], 0.0),)
-                all_terms = countable
             lse = (shift + tl.log2(total)) * LN_2
             sum_z += tl.where(counted, lse * lse, 0.0)
             if not SEQUENCES:
-                sum_scores = add_scaled(sum_scores, all_terms, tl.where(counted, share, 0.0), CHUNKS)
+                sum_scores = add_scaled(sum_scores, all_terms, share, counted, KEEP, CHUNKS)
                 sum_rows += counted
 
         if ROUTE:
@@ -288,7 +290,7 @@ def route_rows(
                 last = tl.max(tl.where(inside, sequence, current), axis=0)
                 while current < last:
                     here = counted & (sequence == current)
-                    sum_scores = add_scaled(sum_scores, all_terms, tl.where(here, share, 0.0), CHUNKS)
+                    sum_scores = add_scaled(sum_scores, all_terms, share, here, True, CHUNKS)
                     sum_chosen = add_rows(sum_chosen, aux_taken, here, CHUNKS)
                     at = program + current
                     store_sums(sums, counts, row_counts, at, sum_scores, sum_chosen, sum_rows + here, E, LANES, CHUNKS)
@@ -297,7 +299,7 @@ def route_rows(
                     sum_rows = tl.zeros([BLOCK_T], tl.int32)
                     current = tl.min(tl.where(inside & (sequence > current), sequence, last), axis=0)
                 here = counted & (sequence == current)
-                sum_scores = add_scaled(sum_scores, all_terms, tl.where(here, share, 0.0), CHUNKS)
+                sum_scores = add_scaled(sum_scores, all_terms, share, here, True, CHUNKS)
                 sum_rows += here
             else:
                 here = counted
