@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from meta_kernels.router import RouterCall, TopkCall
+from meta_kernels.router import RouterCall, RouterGradCall, TopkCall
 from thdops.conformance.interpreter import guarded_memory, why_not
 from thdops.namespace import REGISTRY
 from thdops.registry import load_launcher
@@ -85,3 +85,21 @@ def test_nan_stays_in_its_sequence(score_function: str, pad_routing: str) -> Non
     call = router_call(logits, 2, score_function, cu_seqlens=cu_seqlens, padding_mask=padding_mask, pad_routing=pad_routing)
     sums = agree("router", call)[6]
     assert sums.isnan().any(1).tolist() == [False, True, False, True]
+
+
+# --- numbers ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [2.0**29, 2.0**30, 3e9, 1e30, 3.4e38])
+def test_huge_logits_have_a_softmax(size: float) -> None:
+    """A row masked with the least finite number is uniform: what it is by itself, and no NaN in the sums of all rows."""
+    logits = torch.tensor([[-1.0] * 5, [1.0] * 5, [1.0, -1.0, 1.0, 0.0, 0.0], [0.0, -1.0, -1.0, -1.0, -1.0]], device=DEVICE)
+    logits = (logits * size).requires_grad_()
+    call = router_call(logits, 2, pre_softmax=True)
+    probs, _, chosen, *_, score_sums, counts, _, _, coefficients = kernel("router", call)
+    expected, grad = logits.detach().softmax(1), torch.randn(4, 2, device=DEVICE)
+    torch.testing.assert_close(probs, expected.gather(1, chosen.long()))
+    torch.testing.assert_close(score_sums[0], expected.sum(0))
+    one, settings = torch.ones((), device=DEVICE), ("softmax", True, True, None, "topk", "softmax")
+    back = RouterGradCall(logits.detach(), chosen, grad, one, None, None, None, counts, coefficients, None, None, None, *settings)
+    torch.testing.assert_close(kernel("router_grad", back), REGISTRY["router_grad"].reference(*back))

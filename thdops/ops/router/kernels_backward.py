@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from thdops.ops.padding.kernels import locate_rows
-from thdops.ops.router.kernels_forward import LN_2, fill_zeros, softmax_of_chosen
+from thdops.ops.router.kernels_forward import fill_zeros, softmax_of_chosen
 from thdops.ops.router.kernels_select import (
     activation,
     activation_slope,
@@ -28,6 +28,7 @@ from thdops.ops.router.kernels_select import (
     columns,
     divide,
     load_rows,
+    logsumexp_of,
     softmax_terms,
     term_of,
 )
@@ -103,7 +104,7 @@ def route_rows_grad(
     if DENSE:
         xs = load_rows(row_at, live, stride, E, 0, 1, LANES, CHUNKS, EVEN)
     if SOFTMAX:
-        terms, shift, total = softmax_terms(xs, E, LANES, CHUNKS, EVEN)
+        terms, rate, shift, total = softmax_terms(xs, E, LANES, CHUNKS, EVEN)
         share = 1.0 / total
 
     # The factor of softmax(x)_e that is the same for all e of a row; and whether a dense part has a factor other than 0 at all:
@@ -119,7 +120,7 @@ def route_rows_grad(
         g = gamma * g.to(tl.float32)
         if SCORE == "softmax":
             if PRE:
-                value = tl.where(has, term_of(x, shift) * share[:, None], 0.0)
+                value = tl.where(has, term_of(x, rate, shift) * share[:, None], 0.0)
                 constant -= tl.sum(value * g, axis=1)
                 used = used | routed
                 sparse = value * g
@@ -140,7 +141,7 @@ def route_rows_grad(
             z += tl.where(z_factor == 0, 0.0, z_factor * tl.load(grad_z).to(tl.float32))
         if grad_z_sum is not None:
             z += tl.load(grad_z_sum).to(tl.float32)
-        lse = (shift + tl.log2(total)) * LN_2
+        lse = logsumexp_of(rate, shift, total)
         reached = counted & (z != 0)
         constant += tl.where(reached, 2.0 * z * lse, 0.0)
         used = used | reached
@@ -205,7 +206,7 @@ def route_rows_grad(
                 a = activation(x, AUX)
                 dx += activation_slope(x, a, AUX) * extra * aux_share[:, None]
         if SOFTMAX:
-            dx += term_of(x, shift) * share[:, None] * weight
+            dx += term_of(x, rate, shift) * share[:, None] * weight
         if DENSE:
             dx = tl.where(used[:, None], dx, 0.0)
         dx += sparse

@@ -26,13 +26,11 @@ from thdops.ops.router.kernels_select import (
     divide,
     exp,
     load_rows,
+    logsumexp_of,
     settle,
     softmax_terms,
     term_of,
 )
-
-LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
-
 
 # --- what is written for a row ----------------------------------------------------------------------------------------------------
 
@@ -214,7 +212,7 @@ def route_rows(
         if (SCORES or SUMS) and not SAME:
             aux_choice = choose(xs, None, E, K, KEYS, AUX, 0, 0, 1, LANES, CHUNKS, DEPTH, EVEN)
         if PRE or (AUX == "softmax" and (SCORES or SUMS)) or SUMS:
-            terms, shift, total = softmax_terms(xs, E, LANES, CHUNKS, EVEN)
+            terms, rate, shift, total = softmax_terms(xs, E, LANES, CHUNKS, EVEN)
         if SCORES or SUMS:
             if AUX == "softmax":
                 all_terms = terms
@@ -223,7 +221,7 @@ def route_rows(
                 all_terms, whole = activation_terms(xs, E, AUX, LANES, CHUNKS, EVEN)
                 share = 1.0 / whole
         if SUMS:
-            lse = (shift + tl.log2(total)) * LN_2
+            lse = logsumexp_of(rate, shift, total)
             sum_z += tl.where(counted, lse * lse, 0.0)
             if not SEQUENCES:
                 sum_scores = add_scaled(sum_scores, all_terms, share, counted, KEEP, CHUNKS)
@@ -239,7 +237,7 @@ def route_rows(
             routed = (slot < K) & live[:, None]
             if SCORE == "softmax":
                 if PRE:
-                    value = term_of(x, shift) / total[:, None]
+                    value = term_of(x, rate, shift) / total[:, None]
                 else:
                     value = softmax_of_chosen(x, slot < K)
             else:

@@ -140,10 +140,10 @@ def load_rows(
 
 @triton.jit
 def softmax_terms(xs, E: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr, EVEN: tl.constexpr):
-    """(terms, shift, total) of rows: terms are CHUNKS [BLOCK_T, LANES] of 2^(x log2(e) - shift), total [BLOCK_T] is their sum.
+    """(terms, rate, shift, total) of rows: terms are CHUNKS [BLOCK_T, LANES] of 2^(x * rate - shift), total [BLOCK_T] is their sum.
 
-    shift is the greatest logit times log2(e), rounded once for the whole row, so that its error cancels: softmax is term / total,
-    and logsumexp is (shift + log2(total)) ln(2).
+    rate is log2(e). shift is the greatest logit times rate, rounded once for the whole row, so that its error cancels: softmax is
+    term / total. Where that error would be no exponent, rate is 1: such logits are equal or 64 apart, and then vanish at any rate.
     """
     if not EVEN:
         real = ()
@@ -154,20 +154,28 @@ def softmax_terms(xs, E: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr
     top = xs[0]
     for chunk in tl.static_range(1, CHUNKS):
         top = tl.maximum(top, xs[chunk])
-    shift = tl.max(top, axis=1) * LOG2_E
+    greatest = tl.max(top, axis=1)
+    rate = tl.where(tl.abs(greatest) < 1073741824.0, LOG2_E, 1.0)
+    shift = greatest * rate
     terms = ()
     total = tl.zeros_like(top)
     for chunk in tl.static_range(CHUNKS):
-        term = term_of(xs[chunk], shift)
+        term = term_of(xs[chunk], rate, shift)
         terms = terms + (term,)
         total += term
-    return terms, shift, tl.sum(total, axis=1)
+    return terms, rate, shift, tl.sum(total, axis=1)
 
 
 @triton.jit
-def term_of(x, shift):
+def term_of(x, rate, shift):
     """One term of `softmax_terms`; of any columns."""
-    return tl.exp2(tl.fma(x, LOG2_E, -tl.broadcast_to(shift[:, None], x.shape)))
+    return tl.exp2(tl.fma(x, tl.broadcast_to(rate[:, None], x.shape), -tl.broadcast_to(shift[:, None], x.shape)))
+
+
+@triton.jit
+def logsumexp_of(rate, shift, total):
+    """From what `softmax_terms` gave."""
+    return (shift + tl.log2(total)) * tl.where(rate == 1.0, 1.0, LN_2)
 
 
 @triton.jit
