@@ -103,3 +103,26 @@ def test_huge_logits_have_a_softmax(size: float) -> None:
     one, settings = torch.ones((), device=DEVICE), ("softmax", True, True, None, "topk", "softmax")
     back = RouterGradCall(logits.detach(), chosen, grad, one, None, None, None, counts, coefficients, None, None, None, *settings)
     torch.testing.assert_close(kernel("router_grad", back), REGISTRY["router_grad"].reference(*back))
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------------------
+
+
+def far_columns(rows: int, columns: int) -> Tensor:
+    """bf16 whose columns are 2**30 elements apart; on CPU nothing but its own pages is ever touched."""
+    apart = 2**30
+    return torch.empty((columns - 1) * apart + rows, dtype=torch.bfloat16, device=DEVICE).as_strided((rows, columns), (1, apart))
+
+
+def test_columns_may_be_farther_apart_than_32_bits_say() -> None:
+    """Logits and gradients that are transposed views: column times stride is 2**31 at E = 256 and 2**23 rows."""
+    near = torch.tensor([[0.0, 1.0, 2.0], [3.0, 1.0, 5.0]], dtype=torch.bfloat16, device=DEVICE)
+    far = far_columns(2, 3)
+    far.copy_(near)
+    agree("router_topk", topk_call(far, 2))
+    agree("router", router_call(far, 2, "sigmoid"))
+    chosen = REGISTRY["router_topk"].reference(*topk_call(near, 2))[2]
+    for pre_softmax in (False, True):
+        settings = (chosen, "softmax", pre_softmax, True, None, "dense")
+        expected = REGISTRY["router_topk_grad"].reference(near, near, *settings)
+        torch.testing.assert_close(kernel("router_topk_grad", (far, far, *settings)), expected)

@@ -71,6 +71,8 @@ def route_rows_grad(
     SPARSE: tl.constexpr = grad_probs is not None
     SOFTMAX: tl.constexpr = (SPARSE and PRE) or (AUX_GRAD and AUX == "softmax") or Z_GRAD
     DENSE: tl.constexpr = SOFTMAX or AUX_GRAD
+    column_stride, probs_column = column_stride.to(tl.int64), probs_column.to(tl.int64)
+    grad_column, sums_column = grad_column.to(tl.int64), sums_column.to(tl.int64)
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     row = first_row + tl.arange(0, BLOCK_T)
     inside = row < rows

@@ -168,6 +168,7 @@ def route_rows(
     TOKEN_LANES: tl.constexpr = GROUP_LANES if GROUPS > 0 else LANES
     TOKEN_CHUNKS: tl.constexpr = 1 if GROUPS > 0 else CHUNKS
     program = tl.program_id(0).to(tl.int64)
+    column_stride = column_stride.to(tl.int64)
     slot = tl.arange(0, KEYS)[None, :]
     if SUMS:
         sum_scores = zeros_of(BLOCK_T, LANES, CHUNKS, tl.float32)
