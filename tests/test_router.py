@@ -433,6 +433,7 @@ def test_gradients_of_weights_that_were_not_chosen_are_not_read() -> None:
         ({"topk": torch.tensor(2)}, TypeError, "topk must be a Python number, got a tensor;"),
         ({"topk": 9}, ValueError, r"topk must be from 1 to the number of experts \(8\), got 9;"),
         ({"scaling_factor": torch.tensor(2.0)}, TypeError, "scaling_factor must be a Python number, got a tensor;"),
+        ({"pad_index": torch.tensor(-1)}, TypeError, "pad_index must be a Python number, got a tensor;"),
         (
             {"logits": torch.zeros(2, 3, 8), "padding_mask": torch.zeros(6, dtype=torch.bool)},
             ValueError,

@@ -112,7 +112,7 @@ def router_topk(
     """
     op = "router_topk"
     numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk, "scaling_factor": scaling_factor}
-    check_static(op, **numbers)
+    check_static(op, **numbers, pad_index=pad_index)
     rows, mask = _rows(op, logits, padding_mask, expert_bias=expert_bias)
     call = TopkCall(
         logits=rows,
@@ -219,7 +219,7 @@ def router(
     """
     op = "router"
     numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk, "scaling_factor": scaling_factor}
-    check_static(op, **numbers)
+    check_static(op, **numbers, pad_index=pad_index)
     rows, mask = _rows(
         op, logits, padding_mask, expert_bias=expert_bias, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded
     )
