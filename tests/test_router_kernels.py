@@ -32,15 +32,23 @@ def kernel(name: str, args: tuple[Any, ...]) -> Any:
 
 
 def topk_call(logits: Tensor, topk: int, score_function: str = "softmax", **changed: Any) -> TopkCall:
-    options = (None, None, None, "topk", "indices", torch.int64, "nowhere", -1)
-    call = TopkCall(logits, None, None, topk, score_function, False, True, *options)
-    return call._replace(**changed)
+    settings = (score_function, False, True, None, None, None, "topk", "indices", torch.int64, "nowhere", -1)
+    return TopkCall(logits, None, None, topk, *settings)._replace(**changed)
 
 
 def router_call(logits: Tensor, topk: int, score_function: str = "softmax", **changed: Any) -> RouterCall:
-    of_topk = topk_call(logits, topk, score_function)
-    optional = (None,) * 5
-    call = RouterCall(*of_topk[:3], *optional, *of_topk[3:], score_function, "mean", None, 1.0, 1.0)
+    call = RouterCall(
+        **topk_call(logits, topk, score_function)._asdict(),
+        cu_seqlens=None,
+        cu_seqlens_padded=None,
+        total_num_tokens_tensor=None,
+        aux_coeff_tensor=None,
+        z_coeff_tensor=None,
+        aux_score_function=score_function,
+        reduction="mean",
+        aux_coeff=1.0,
+        z_coeff=1.0,
+    )
     return call._replace(**changed)
 
 

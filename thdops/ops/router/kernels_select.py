@@ -82,7 +82,10 @@ def softplus(x):
 
 @triton.jit
 def activation(x, SCORE: tl.constexpr):
-    """The score of one expert by itself; softmax's key is the logit."""
+    """The score of one expert by itself; softmax's key is the logit.
+
+    Below -87, where e^x is no normal number, sigmoid stays what it is there and sqrtsoftplus is 0: such logits tie.
+    """
     if SCORE == "sigmoid":
         return sigmoid(x)
     elif SCORE == "sqrtsoftplus":
