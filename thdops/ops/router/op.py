@@ -39,7 +39,7 @@ class RouterSums(NamedTuple):
 
 
 class RouterOutput(NamedTuple):
-    """What `router` returns."""
+    """What `router` returns: where each row goes, and the losses with the sums they are made of."""
 
     probs: Tensor
     """In the dtype of the logits, `[..., E]` or `[..., K]`; differentiable."""
