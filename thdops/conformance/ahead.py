@@ -83,8 +83,8 @@ class _Driver:
 
 
 class _Compiler:
-    """Takes intercepted launches and compiles each kernel: its first kind of arguments for all architectures, every further one for
-    the next of them in turn. What an architecture lacks, a kernel lacks in all kinds; compiling all of them everywhere takes minutes.
+    """Takes intercepted launches and compiles each kernel: its first kind of arguments for all architectures, every further one
+    for the next of them in turn. What an architecture lacks is seen in any kind; compiling all of them everywhere takes minutes.
     """
 
     def __init__(self, architectures: list[int]) -> None:
