@@ -51,10 +51,22 @@ def check_tensors(op: str, optional: Sequence[str] = (), **arguments: object) ->
 
 
 def check_static(op: str, **numbers: object) -> None:
-    """No number is a tensor: the dispatcher would read it on the host, which syncs and cannot be captured. For public functions."""
+    """Each is a Python number, or None. The dispatcher would read a tensor on the host, which syncs and cannot be captured; of
+    anything else its refusal would not say what to do. For public functions."""
     for name, value in numbers.items():
         if isinstance(value, Tensor):
             raise refusal(op, name, "be a Python number", "a tensor", "pass a static value", TypeError)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat))):
+            raise refusal(op, name, "be a Python number", f"a {type(value).__name__}", "pass int(...) or float(...)", TypeError)
+
+
+def check_integers(op: str, optional: Sequence[str] = (), **numbers: object) -> None:
+    """Each is an int; those named `optional` may be None. For public functions."""
+    check_static(op, **numbers)
+    for name, value in numbers.items():
+        if not isinstance(value, (int, torch.SymInt)) and not (value is None and name in optional):
+            got = "None" if value is None else f"a {type(value).__name__}"
+            raise refusal(op, name, "be an int", got, "pass int(...)", TypeError)
 
 
 def split_count(op: str, argument: str, value: int | Tensor) -> tuple[int | None, Tensor | None]:

@@ -48,8 +48,8 @@ class Kernel:
         self.launched: list[str] = []
 
     def __getitem__(self, grid: Any) -> Callable[..., Compiled]:
-        def compile_and_run(*args: Any, num_warps: int) -> Compiled:
-            self.compiled.append(f"{args} {num_warps}")
+        def compile_and_run(*args: Any, num_warps: int, maxnreg: int | None = None) -> Compiled:
+            self.compiled.append(f"{args} {num_warps} {maxnreg}")
             return Compiled(self.compiled[-1], self.launched)
 
         return compile_and_run
@@ -109,3 +109,45 @@ def test_keys_do_not_pile_up(kernel: Kernel, monkeypatch: pytest.MonkeyPatch) ->
         assert len(launching._compiled) <= 4
     assert len(kernel.compiled) == 50
     assert len(kernel.launched) == 50
+
+
+def test_a_bound_on_registers_is_part_of_the_key(kernel: Kernel) -> None:
+    for _ in range(2):
+        for registers in (None, 64, 128):
+            launching.launch(kernel, GRID, (1,), (), registers=registers)
+    assert kernel.compiled == ["(1,) 4 None", "(1,) 4 64", "(1,) 4 128"]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_made_once_for_every_kind_of_call() -> None:
+    made: list[int] = []
+    plans = launching.Plans(lambda x, rows: made.append(rows) or rows)
+    x = torch.zeros(64, 4)
+    number, plan = plans(x, 3)
+    assert plan == 3
+    assert plans(torch.ones(64, 4), 3) == (number, 3)  # other contents
+    others = [plans(x, 4), plans(x[::2], 3), plans(x.t(), 3), plans(x.int(), 3), plans(x.flatten()[1:61].view(15, 4), 3)]
+    assert len({number, *(other for other, _ in others)}) == 6
+    assert made == [3, 4, 3, 3, 3, 3]
+
+
+def test_a_call_that_is_refused_leaves_no_plan() -> None:
+    def make(rows: int) -> int:
+        if rows < 0:
+            raise ValueError("rows must be at least 0")
+        return rows
+
+    plans = launching.Plans(make)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="at least 0"):
+            plans(-1)
+
+
+def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_COMPILED_KEPT", 4)
+    plans = launching.Plans(lambda rows: rows)
+    numbers = [plans(rows)[0] for rows in range(50)]
+    assert len(plans._known) <= 4
+    assert len(set(numbers)) == 50

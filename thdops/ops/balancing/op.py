@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from meta_kernels import balancing as contract
-from meta_kernels.contract import check_static, check_tensors, refusal, shape_of, split_scale
+from meta_kernels.contract import check_integers, check_tensors, refusal, shape_of, split_scale
 from thdops.namespace import REGISTRY
 from thdops.ops.balancing import reference, samples_bias, samples_count, samples_seq_aux, samples_z_loss
 from thdops.registry import OpSpec, register
@@ -38,7 +38,7 @@ def tokens_per_expert(routing: Tensor, padding_mask: Tensor | None = None, num_e
     """
     op = "tokens_per_expert"
     check_tensors(op, ("padding_mask",), routing=routing, padding_mask=padding_mask)
-    check_static(op, num_experts=num_experts)
+    check_integers(op, ("num_experts",), num_experts=num_experts)
     return torch.ops.thdops.tokens_per_expert(*_as_rows(op, "routing", routing, padding_mask), num_experts)
 
 
@@ -118,7 +118,7 @@ def moe_seq_aux_loss(
         cu_seqlens=cu_seqlens,
         cu_seqlens_padded=cu_seqlens_padded,
     )
-    check_static(op, num_experts=num_experts, topk=topk)
+    check_integers(op, num_experts=num_experts, topk=topk)
     scale, scale_tensor = split_scale(op, "coeff", coeff)
     loss, _, _ = torch.ops.thdops.moe_seq_aux_loss(
         scores, routing, cu_seqlens, cu_seqlens_padded, scale_tensor, num_experts, topk, reduction, scale

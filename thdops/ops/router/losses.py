@@ -11,7 +11,7 @@ from torch import Tensor
 from meta_kernels.contract import (
     check_choice,
     check_dtype,
-    check_static,
+    check_integers,
     check_tensors,
     refusal,
     shape_of,
@@ -58,7 +58,7 @@ def aux_loss_from_sums(
     if counts.shape != scores.shape:
         raise refusal(op, "counts", f"have the shape of scores {shape_of(scores)}", shape_of(counts), "pass the same sums")
     check_choice(op, "reduction", reduction, REDUCTIONS)
-    check_static(op, topk=topk)
+    check_integers(op, topk=topk)
     experts = scores.shape[-1]
     if topk < 1 or topk > experts:
         raise refusal(op, "topk", f"be from 1 to the number of experts ({experts})", topk, "pass the router's")

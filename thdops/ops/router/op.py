@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from meta_kernels import router as contract
-from meta_kernels.contract import check_static, check_tensors, refusal, shape_of, split_count, split_scale
+from meta_kernels.contract import check_integers, check_static, check_tensors, refusal, shape_of, split_count, split_scale
 from meta_kernels.router import RouterCall, TopkCall
 from thdops.namespace import REGISTRY
 from thdops.ops.router import benches, reference, refusals, samples, samples_router, samples_scores
@@ -111,8 +111,9 @@ def router_topk(
         ValueError, TypeError: an argument of the wrong shape, dtype, device or value.
     """
     op = "router_topk"
-    numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk, "scaling_factor": scaling_factor}
-    check_static(op, **numbers, pad_index=pad_index)
+    numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk}
+    check_integers(op, ("num_groups", "group_topk"), **numbers, pad_index=pad_index)
+    check_static(op, scaling_factor=scaling_factor)
     rows, mask = _rows(op, logits, padding_mask, expert_bias=expert_bias)
     call = TopkCall(
         logits=rows,
@@ -127,6 +128,7 @@ def router_topk(
         pad_routing=pad_routing,
         pad_index=pad_index,
         **numbers,
+        scaling_factor=scaling_factor,
     )
     weights, chosen_experts, _ = torch.ops.thdops.router_topk(*call)
     return _restored(weights, logits), _restored(chosen_experts, logits)
@@ -152,7 +154,7 @@ def router_scores(
     Raises:
         ValueError, TypeError: an argument of the wrong shape, dtype, device or value.
     """
-    check_static("router_scores", topk=topk)
+    check_integers("router_scores", topk=topk)
     rows, mask = _rows("router_scores", logits, padding_mask)
     scores, best = torch.ops.thdops.router_scores(rows, mask, topk, score_function, routing)
     return _restored(best, logits), _restored(scores, logits)
@@ -218,8 +220,9 @@ def router(
         ValueError, TypeError: an argument of the wrong shape, dtype, device or value.
     """
     op = "router"
-    numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk, "scaling_factor": scaling_factor}
-    check_static(op, **numbers, pad_index=pad_index)
+    numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk}
+    check_integers(op, ("num_groups", "group_topk"), **numbers, pad_index=pad_index)
+    check_static(op, scaling_factor=scaling_factor)
     rows, mask = _rows(
         op, logits, padding_mask, expert_bias=expert_bias, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded
     )
@@ -249,6 +252,7 @@ def router(
         aux_coeff=aux,
         z_coeff=z,
         **numbers,
+        scaling_factor=scaling_factor,
     )
     weights, chosen_experts, _, tokens_per_expert, aux_loss, z_loss, scores, counts, z_sum, num_tokens, _ = torch.ops.thdops.router(
         *call
