@@ -263,7 +263,8 @@ def keys_of(
         if EXACT:
             key = ordered(key)
         else:
-            bits = tl.maximum(key, float("-inf")).to(tl.int32, bitcast=True)
+            # Not a maximum with -inf, whose NaN the interpreter keeps and a GPU drops.
+            bits = tl.where(key == key, key, float("-inf")).to(tl.int32, bitcast=True)
             key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
         if not EVEN:
             key = tl.where(exists[None, :], key, LOWEST)
