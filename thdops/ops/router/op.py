@@ -149,7 +149,8 @@ def router_scores(
         routing: "mask": bool `[..., E]`. "bitmap": uint8 `[..., ceil(E/8)]`.
 
     Returns:
-        (routing, scores fp32 `[..., E]`), contiguous; False (or 0 bits) and +0.0 on padding rows, and gradient +0.0.
+        (routing, scores `[..., E]` fp32, fp64 for fp64 logits), contiguous; False (or 0 bits) and +0.0 on padding rows, and
+        gradient +0.0.
 
     Raises:
         ValueError, TypeError: an argument of the wrong shape, dtype, device or value.
@@ -195,7 +196,7 @@ def router(
     are padding (see `pad_routing`): they take no part in any sum, whatever they hold. With n rows that count, counts[e] and
     scores[e] summed over them,
 
-        aux_loss = aux_coeff * E / (K * N^2) * sum_e counts[e] * scores[e],  N = total_num_tokens or n
+        aux_loss = aux_coeff * E / (K * N^2) * sum_e counts[e] * scores[e],  N = total_num_tokens, or n where that is None
         z_loss = z_coeff / max(n, 1) * sum of logsumexp(logits)^2
 
     and with `cu_seqlens` an aux loss of that form for each sequence, N being its own rows, reduced over sequences. Where a
