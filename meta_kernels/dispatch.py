@@ -41,7 +41,7 @@ def check_permute_tokens(x: Tensor, indices: Tensor, num_experts: int) -> None:
     _check_rows(op, "x", x, "[T, ...]")
     if x.dtype == torch.float8_e8m0fnu:
         raise refusal(op, "x", "have a dtype that can hold 0", dtype_of(x), "this format holds powers of two only", TypeError)
-    check_dtype(op, "indices", indices, _ID_DTYPES)
+    check_dtype(op, "indices", indices, _ID_DTYPES, "pass expert ids [T, K], from router_topk(..., routing='indices')")
     _check_pairs(op, "indices", indices)
     check_device(op, "indices", indices, x.device, "x")
     if indices.shape[0] != x.shape[0]:

@@ -80,6 +80,30 @@ def test_a_bias_of_minus_infinity_ranks_above_nan(score_function: str) -> None:
             agree("router_topk", topk_call(logits, topk, score_function, expert_bias=infinite))
 
 
+def test_rows_of_nan_lanes_of_no_expert_and_ties_go_as_in_the_reference() -> None:
+    """vLLM#37758, PR#32058, PR#29439, PR#55514: what the tests of the public functions show on a GPU, for the kernel anywhere."""
+    for experts in (12, 44):
+        logits = torch.randn(6, experts, device=DEVICE).mul(4).round().div(4)  # ties in most rows
+        logits[1], logits[2, ::2], logits[3] = NAN, NAN, -INF
+        for dtype in (torch.float32, torch.bfloat16):
+            for topk in (1, 4, experts):
+                agree("router_topk", topk_call(logits.to(dtype), topk))
+    groups = {"num_groups": 8, "group_topk": 2}
+    agree("router_topk", topk_call(torch.randn(5, 8, device=DEVICE), 2, "sigmoid", **groups))
+
+
+def test_many_experts_forward_and_backward() -> None:
+    """TransformerEngine PR#2821, #2582: E = 2304, K = 36."""
+    logits = torch.randn(2, 2304, device=DEVICE)
+    probs, _, chosen = agree("router_topk", topk_call(logits, 36, "sigmoid"))
+    agree("router", router_call(logits, 36))
+    for name, args in (
+        ("router_topk_grad", (torch.randn_like(probs), logits, chosen, "sigmoid", False, True, None, "topk")),
+        ("router_scores_grad", (torch.randn_like(logits), logits, None, "softmax")),
+    ):
+        torch.testing.assert_close(kernel(name, args), REGISTRY[name].reference(*args))
+
+
 # --- sums -------------------------------------------------------------------------------------------------------------------------
 
 

@@ -151,7 +151,7 @@ class PackedSequences:
     same padding as `padding_mask`. "sequence": they are one more sequence, whose positions count up (for kernels that want every
     row in a sequence). It takes a slot and `cu_seqlens` counts it as valid, but it is no document: its labels are -100,
     `padding_mask` is True, and neither `num_tokens` nor `num_seqs` nor `unpack` knows it. So losses take `padding_mask` and
-    `num_tokens` from here, and agree.
+    `num_tokens` from here, and agree; of those per sequence `router` does (`moe_seq_aux_loss` knows `cu_seqlens` only).
     """
 
     tokens: Tensor

@@ -91,7 +91,8 @@ def moe_seq_aux_loss(
     Args:
         scores: fp32, bf16 or fp16 (fp64 on CPU) `[T, E]`, any strides; the router's scores for the aux loss, over all experts.
         routing: mask `[T, E]`, indices `[T, K]` or bitmap `[T, ceil(E/8)]` of the same tokens. No gradient.
-        cu_seqlens: int32 or int64 `[B+1]`: sequence b has `cu_seqlens[b+1] - cu_seqlens[b]` valid rows.
+        cu_seqlens: int32 or int64 `[B+1]`: sequence b has `cu_seqlens[b+1] - cu_seqlens[b]` valid rows. Every sequence counts:
+            where one is no document (the tail of a `PackedSequences` with `tail="sequence"`), use `router` with `padding_mask`.
         cu_seqlens_padded: the same dtype and shape: sequence b owns rows `[padded[b], padded[b+1])`, its valid rows being the first
             of them. None: `cu_seqlens`. What stands on other rows does not matter (NaN included); their gradient is exactly 0.
         num_experts: E.
@@ -155,7 +156,7 @@ def expert_bias_update(bias: Tensor, tokens_per_expert: Tensor, rate: float | Te
 def _as_rows(op: str, argument: str, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """x `[..., columns]` as `[T, columns]`, its mask as `[T]`."""
     if padding_mask is not None and padding_mask.shape != x.shape[:-1]:
-        rule = f"have the leading dimensions of {argument} {shape_of(x)}"
+        rule = f"have the leading dimensions of {argument}, {shape_of(x[..., 0])}"
         raise refusal(op, "padding_mask", rule, f"shape {shape_of(padding_mask)}", f"pass one entry per row of {argument}")
     rows = x.flatten(end_dim=-2) if x.dim() > 1 else x.unsqueeze(0)
     return rows, None if padding_mask is None else padding_mask.flatten()

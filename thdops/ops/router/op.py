@@ -46,7 +46,8 @@ class RouterOutput(NamedTuple):
     routing: Tensor
     """Mask, indices or bitmap of the chosen experts."""
     tokens_per_expert: Tensor
-    """int64 `[E]`: how many rows that count chose each expert, bias and groups included."""
+    """int64 `[E]`: how many rows that count were sent to each expert, bias and groups included: for the update of a bias. The aux
+    loss takes `sums.counts`, the choice by scores alone."""
     aux_loss: Tensor
     """fp32 0-d; differentiable."""
     z_loss: Tensor
@@ -95,7 +96,8 @@ def router_topk(
             `group_topk`.
         scaling_factor: multiplies the weights; None is 1.
         padding_mask: bool, the shape of logits without E; True = padding.
-        probs: "dense": `[..., E]`, 0 at other experts. "topk": `[..., K]`, in the order of the indices.
+        probs: "dense": `[..., E]`, 0 at other experts. "topk": `[..., K]`, in the order of the indices (beside a mask: the same
+            order, which the mask does not tell).
         routing: "mask": bool `[..., E]`. "indices": `[..., K]`, best first. "bitmap": uint8 `[..., ceil(E/8)]`, expert e is bit
             e % 8 of byte e // 8, spare bits 0; it has no order, so not with probs="topk".
         index_dtype: of the indices: int64, int32, or int16 up to 32767 experts.
@@ -190,7 +192,8 @@ def router(
 
     Equal to `router_topk`, `router_scores`, `moe_aux_loss` and a z-loss one after the other, except that scores are never written
     to memory. Bitwise repeatable. Counts and coefficients may be tensors: kernels read them, so a replayed CUDA graph and a
-    compiled program follow their contents; Python floats are constants of both.
+    compiled program follow their contents; Python floats are constants of both. Sources: the aux loss of the Switch Transformer
+    (Fedus et al., 2021), per sequence that of DeepSeek-V3 (2024), the z-loss of ST-MoE (Zoph et al., 2022).
 
     A row counts unless `padding_mask` marks it or, with `cu_seqlens`, it is no valid row of a sequence. Rows that do not count
     are padding (see `pad_routing`): they take no part in any sum, whatever they hold. With n rows that count, counts[e] and
