@@ -156,7 +156,7 @@ def expert_bias_update(bias: Tensor, tokens_per_expert: Tensor, rate: float | Te
 def _as_rows(op: str, argument: str, x: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """x `[..., columns]` as `[T, columns]`, its mask as `[T]`."""
     if padding_mask is not None and padding_mask.shape != x.shape[:-1]:
-        rule = f"have the leading dimensions of {argument}, {shape_of(x[..., 0])}"
+        rule = f"have the leading dimensions of {argument}, {list(x.shape[:-1])}"
         raise refusal(op, "padding_mask", rule, f"shape {shape_of(padding_mask)}", f"pass one entry per row of {argument}")
     rows = x.flatten(end_dim=-2) if x.dim() > 1 else x.unsqueeze(0)
     return rows, None if padding_mask is None else padding_mask.flatten()
