@@ -122,7 +122,7 @@ class MixtureOfExperts(nn.Module):
             index_dtype=torch.int32,
             aux_coeff=self.aux_coeff,
             z_coeff=self.z_coeff,
-            total_num_tokens=rows.num_tokens,
+            total_num_tokens=rows.num_tokens,  # on the device: the count that changes with every batch
         )
         sorted_rows, offsets, row_map = thdops.permute_tokens(x.to(self.dtype), routed.routing, self.experts)
         hidden = F.silu(grouped_linear(sorted_rows, self.up, offsets))
