@@ -41,13 +41,19 @@ def names_of(dtypes: Sequence[torch.dtype]) -> str:
     return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
 
 
+def kind_of(value: object) -> str:
+    """What arrived, as people say it: `None`, `a list`, `an int`."""
+    name = type(value).__name__
+    return "None" if value is None else f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
+
+
 def check_tensors(op: str, optional: Sequence[str] = (), **arguments: object) -> None:
     """Every argument is a tensor; those named `optional` may be None. For public functions: the dispatcher's own refusal of a list
     prints a schema and does not say what to do."""
     for name, value in arguments.items():
         if not isinstance(value, Tensor) and not (value is None and name in optional):
-            got = "None" if value is None else f"a {type(value).__name__}"
-            raise refusal(op, name, "be a tensor", got, "pass torch.as_tensor(...) on the device of the others", TypeError)
+            fix = "pass torch.as_tensor(...) on the device of the others"
+            raise refusal(op, name, "be a tensor", kind_of(value), fix, TypeError)
 
 
 def check_static(op: str, **numbers: object) -> None:
@@ -57,7 +63,7 @@ def check_static(op: str, **numbers: object) -> None:
         if isinstance(value, Tensor):
             raise refusal(op, name, "be a Python number", "a tensor", "pass a static value", TypeError)
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat))):
-            raise refusal(op, name, "be a Python number", f"a {type(value).__name__}", "pass int(...) or float(...)", TypeError)
+            raise refusal(op, name, "be a Python number", kind_of(value), "pass int(...) or float(...)", TypeError)
 
 
 def check_integers(op: str, optional: Sequence[str] = (), **numbers: object) -> None:
@@ -65,8 +71,15 @@ def check_integers(op: str, optional: Sequence[str] = (), **numbers: object) -> 
     check_static(op, **numbers)
     for name, value in numbers.items():
         if not isinstance(value, (int, torch.SymInt)) and not (value is None and name in optional):
-            got = "None" if value is None else f"a {type(value).__name__}"
-            raise refusal(op, name, "be an int", got, "pass int(...)", TypeError)
+            raise refusal(op, name, "be an int", kind_of(value), "pass int(...)", TypeError)
+
+
+def check_kinds(op: str, kind: type, **values: object) -> None:
+    """Each is a `kind`: str, bool or torch.dtype. For public functions, as `check_static`."""
+    name_of = {str: "a string", bool: "a bool", torch.dtype: "a torch.dtype"}
+    for name, value in values.items():
+        if not isinstance(value, kind):
+            raise refusal(op, name, f"be {name_of[kind]}", kind_of(value), "see the function's arguments", TypeError)
 
 
 def split_count(op: str, argument: str, value: int | Tensor) -> tuple[int | None, Tensor | None]:

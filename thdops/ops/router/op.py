@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 
 from meta_kernels import router as contract
-from meta_kernels.contract import check_integers, check_static, check_tensors, refusal, shape_of, split_count, split_scale
+from meta_kernels.contract import (
+    check_integers,
+    check_kinds,
+    check_static,
+    check_tensors,
+    refusal,
+    shape_of,
+    split_count,
+    split_scale,
+)
 from meta_kernels.router import RouterCall, TopkCall
 from thdops.namespace import REGISTRY
 from thdops.ops.router import benches, reference, refusals, samples, samples_router, samples_scores
@@ -116,6 +125,9 @@ def router_topk(
     numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk}
     check_integers(op, ("num_groups", "group_topk"), **numbers, pad_index=pad_index)
     check_static(op, scaling_factor=scaling_factor)
+    check_kinds(op, str, score_function=score_function, probs=probs, routing=routing, pad_routing=pad_routing)
+    check_kinds(op, bool, pre_softmax=pre_softmax, normalize=normalize)
+    check_kinds(op, torch.dtype, index_dtype=index_dtype)
     rows, mask = _rows(op, logits, padding_mask, expert_bias=expert_bias)
     call = TopkCall(
         logits=rows,
@@ -158,6 +170,7 @@ def router_scores(
         ValueError, TypeError: an argument of the wrong shape, dtype, device or value.
     """
     check_integers("router_scores", topk=topk)
+    check_kinds("router_scores", str, score_function=score_function, routing=routing)
     rows, mask = _rows("router_scores", logits, padding_mask)
     scores, best = torch.ops.thdops.router_scores(rows, mask, topk, score_function, routing)
     return _restored(best, logits), _restored(scores, logits)
@@ -227,6 +240,10 @@ def router(
     numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk}
     check_integers(op, ("num_groups", "group_topk"), **numbers, pad_index=pad_index)
     check_static(op, scaling_factor=scaling_factor)
+    check_kinds(op, str, score_function=score_function, probs=probs, routing=routing, pad_routing=pad_routing)
+    check_kinds(op, str, aux_score_function=aux_score_function or score_function, reduction=reduction)
+    check_kinds(op, bool, pre_softmax=pre_softmax, normalize=normalize)
+    check_kinds(op, torch.dtype, index_dtype=index_dtype)
     rows, mask = _rows(
         op, logits, padding_mask, expert_bias=expert_bias, cu_seqlens=cu_seqlens, cu_seqlens_padded=cu_seqlens_padded
     )
