@@ -361,6 +361,8 @@ thdops::permute_tokens(Tensor x, Tensor indices, SymInt num_experts) -> (Tensor 
     TypeError: permute_tokens: x must have a dtype that can hold 0, got float8_e8m0fnu; this format holds powers of two only
   float ids
     TypeError: permute_tokens: indices must be int16 or int32 or int64, got float32; pass expert ids [T, K], from router_topk(..., routing='indices')
+  a mask for ids
+    TypeError: permute_tokens: indices must be int16 or int32 or int64, got bool; pass expert ids [T, K], from router_topk(..., routing='indices')
   ids of rank 1
     ValueError: permute_tokens: indices must have 2 dimensions [T, K], got shape [6]; reshape it
   no choice

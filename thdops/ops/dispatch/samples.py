@@ -115,7 +115,10 @@ def permute_tokens_refusals(device: torch.device) -> Iterator[Refusal]:
             TypeError,
             f"{op}x must have a dtype that can hold 0, got float8_e8m0fnu; this format holds powers of two only",
         )
-    yield Refusal("float ids", (x, ids.float(), 4), TypeError, f"{op}indices must be int16 or int32 or int64, got float32; cast it")
+    fix = "pass expert ids [T, K], from router_topk(..., routing='indices')"
+    for name, wrong, got in (("float ids", ids.float(), "float32"), ("a mask for ids", ids > 0, "bool")):
+        text = f"{op}indices must be int16 or int32 or int64, got {got}; {fix}"
+        yield Refusal(name, (x, wrong, 4), TypeError, text)
     yield Refusal(
         "ids of rank 1", (x, ids[:, 0], 4), ValueError, f"{op}indices must have 2 dimensions [T, K], got shape [6]; reshape it"
     )
