@@ -68,9 +68,10 @@ def check_static(op: str, **numbers: object) -> None:
 
 def check_integers(op: str, optional: Sequence[str] = (), **numbers: object) -> None:
     """Each is an int; those named `optional` may be None. For public functions."""
-    check_static(op, **numbers)
     for name, value in numbers.items():
-        if not isinstance(value, (int, torch.SymInt)) and not (value is None and name in optional):
+        whole = isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool)
+        if not whole and not (value is None and name in optional):
+            check_static(op, **{name: value})
             raise refusal(op, name, "be an int", kind_of(value), "pass int(...)", TypeError)
 
 

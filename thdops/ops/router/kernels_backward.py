@@ -19,8 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from thdops.ops.padding.kernels import locate_rows
-from thdops.ops.router.kernels_forward import fill_zeros, softmax_of_chosen
+from thdops.ops.router.kernels_forward import counted_rows, fill_zeros, softmax_of_chosen
 from thdops.ops.router.kernels_select import (
     activation,
     activation_slope,
@@ -75,36 +74,22 @@ def route_rows_grad(
     grad_column, sums_column = grad_column.to(tl.int64), sums_column.to(tl.int64)
     first_row = tl.program_id(0).to(tl.int64) * BLOCK_T
     row = first_row + tl.arange(0, BLOCK_T)
-    inside = row < rows
     slot = tl.arange(0, KEYS)[None, :]
-    counted = inside
-    sequence = tl.zeros([BLOCK_T], tl.int64)
-    if padding_mask is not None:
-        counted = counted & (tl.load(padding_mask + row * mask_stride, mask=inside, other=1) == 0)
-    if cu_seqlens is not None:
-        valid, sequence, offset, length = locate_rows(cu_seqlens, padded, sequences, row, BLOCK_T, WAYS)
-        counted = counted & valid
-        sequence = tl.where(valid, sequence, 0)
+    inside, counted, sequence = counted_rows(padding_mask, cu_seqlens, padded, row, rows, mask_stride, sequences, BLOCK_T, WAYS)
+    sequence = tl.where(counted, sequence, 0)
     live = counted
     if SPARSE:
         expert = tl.load(chosen + row[:, None] * K + slot, mask=(slot < K) & inside[:, None], other=-1)
         has = (expert >= 0) & (expert < E)
         expert = tl.where(has, expert, 0)
         routed = tl.max(has.to(tl.int32), axis=1) == 1
-        if DENSE:
-            live = counted | routed
-        else:
-            live = routed
-    if CONTIGUOUS:
-        row_at = logits + row * E
-        stride = 1
-    else:
-        row_at = logits + row * row_stride
-        stride = column_stride
-    if not DENSE:
-        fill_zeros(grad, first_row, rows, E, BLOCK_T, FILL)
+        live = counted | routed
+    row_at = logits + row * (E if CONTIGUOUS else row_stride)
+    stride = 1 if CONTIGUOUS else column_stride
     if DENSE:
         xs = load_rows(row_at, live, stride, E, 0, 1, LANES, CHUNKS, EVEN)
+    else:
+        fill_zeros(grad, first_row, rows, E, BLOCK_T, FILL)
     if SOFTMAX:
         terms, rate, shift, total = softmax_terms(xs, E, LANES, CHUNKS, EVEN)
         share = 1.0 / total

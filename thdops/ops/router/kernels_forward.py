@@ -120,6 +120,22 @@ def add_rows(total, new, wanted, CHUNKS: tl.constexpr):
 
 
 @triton.jit
+def counted_rows(
+    padding_mask, cu_seqlens, padded, row, rows, mask_stride, sequences, BLOCK_T: tl.constexpr, WAYS: tl.constexpr
+):  # fmt: skip
+    """(inside, counted, sequence) of rows: which exist, which of these are no padding, and their sequences, 0 without sequences."""
+    inside = row < rows
+    counted = inside
+    sequence = tl.zeros([BLOCK_T], tl.int64)
+    if padding_mask is not None:
+        counted = counted & (tl.load(padding_mask + row * mask_stride, mask=inside, other=1) == 0)
+    if cu_seqlens is not None:
+        valid, sequence, offset, length = locate_rows(cu_seqlens, padded, sequences, row, BLOCK_T, WAYS)
+        counted = counted & valid
+    return inside, counted, sequence
+
+
+@triton.jit
 def load_tile(
     logits, padding_mask, cu_seqlens, padded, first_row, rows, row_stride, column_stride, mask_stride, sequences,
     E: tl.constexpr, KEEP: tl.constexpr, CONTIGUOUS: tl.constexpr, LANES: tl.constexpr, CHUNKS: tl.constexpr,
@@ -129,21 +145,10 @@ def load_tile(
     are routed, where their logits stand, and the logits.
     """
     row = first_row + tl.arange(0, BLOCK_T)
-    inside = row < rows
-    counted = inside
-    sequence = tl.zeros([BLOCK_T], tl.int64)
-    if padding_mask is not None:
-        counted = counted & (tl.load(padding_mask + row * mask_stride, mask=inside, other=1) == 0)
-    if cu_seqlens is not None:
-        valid, sequence, offset, length = locate_rows(cu_seqlens, padded, sequences, row, BLOCK_T, WAYS)
-        counted = counted & valid
+    inside, counted, sequence = counted_rows(padding_mask, cu_seqlens, padded, row, rows, mask_stride, sequences, BLOCK_T, WAYS)
     live = inside if KEEP else counted
-    if CONTIGUOUS:
-        row_at = logits + row * E
-        xs = load_rows(row_at, live, 1, E, 0, 1, LANES, CHUNKS, LANES * CHUNKS == E)
-    else:
-        row_at = logits + row * row_stride
-        xs = load_rows(row_at, live, column_stride, E, 0, 1, LANES, CHUNKS, LANES * CHUNKS == E)
+    row_at = logits + row * (E if CONTIGUOUS else row_stride)
+    xs = load_rows(row_at, live, 1 if CONTIGUOUS else column_stride, E, 0, 1, LANES, CHUNKS, LANES * CHUNKS == E)
     return row, inside, counted, sequence, live, row_at, xs
 
 

@@ -119,7 +119,7 @@ def columns(FIRST: tl.constexpr, LANES: tl.constexpr, E: tl.constexpr, GROUPS: t
 
 
 @triton.jit
-def load_columns(row_at, live, expert, exists, column_stride, E: tl.constexpr, EVEN: tl.constexpr):
+def load_columns(row_at, live, expert, exists, column_stride, EVEN: tl.constexpr):
     """fp32 [BLOCK_T, LANES] of rows at `row_at`; 0 where a row is not live or a column does not exist."""
     at = row_at[:, None] + expert[None, :] * column_stride
     if EVEN:
@@ -137,7 +137,7 @@ def load_rows(
     xs = ()
     for chunk in tl.static_range(CHUNKS):
         expert, exists = columns(chunk * LANES, LANES, E, GROUPS, WIDTH)
-        xs = xs + (load_columns(row_at, live, expert, exists, column_stride, E, EVEN),)
+        xs = xs + (load_columns(row_at, live, expert, exists, column_stride, EVEN),)
     return xs
 
 

@@ -240,8 +240,9 @@ def router(
     numbers = {"topk": topk, "num_groups": num_groups, "group_topk": group_topk}
     check_integers(op, ("num_groups", "group_topk"), **numbers, pad_index=pad_index)
     check_static(op, scaling_factor=scaling_factor)
-    check_kinds(op, str, score_function=score_function, probs=probs, routing=routing, pad_routing=pad_routing)
-    check_kinds(op, str, aux_score_function=aux_score_function or score_function, reduction=reduction)
+    aux_score_function = score_function if aux_score_function is None else aux_score_function
+    names = {"aux_score_function": aux_score_function, "reduction": reduction, "probs": probs, "routing": routing}
+    check_kinds(op, str, score_function=score_function, pad_routing=pad_routing, **names)
     check_kinds(op, bool, pre_softmax=pre_softmax, normalize=normalize)
     check_kinds(op, torch.dtype, index_dtype=index_dtype)
     rows, mask = _rows(
@@ -259,7 +260,6 @@ def router(
         total_num_tokens_tensor=count_tensor,
         aux_coeff_tensor=aux_tensor,
         z_coeff_tensor=z_tensor,
-        score_function=score_function,
         pre_softmax=pre_softmax,
         normalize=normalize,
         probs_format=probs,
@@ -267,13 +267,14 @@ def router(
         index_dtype=index_dtype,
         pad_routing=pad_routing,
         pad_index=pad_index,
-        aux_score_function=score_function if aux_score_function is None else aux_score_function,
-        reduction=reduction,
         total_num_tokens=count,
         aux_coeff=aux,
         z_coeff=z,
         **numbers,
         scaling_factor=scaling_factor,
+        score_function=score_function,
+        aux_score_function=aux_score_function,
+        reduction=reduction,
     )
     weights, chosen_experts, _, tokens_per_expert, aux_loss, z_loss, scores, counts, z_sum, num_tokens, _ = torch.ops.thdops.router(
         *call
