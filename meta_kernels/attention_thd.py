@@ -258,6 +258,8 @@ def unserved(name: str, call: Call | GradCall, wants_max_logit: bool) -> str:
     """Why backend `name` does not serve a legal call, or ""."""
     if name == "reference":
         return ""
+    if name == "native":
+        return "" if call.q.device.type == "cuda" else "runs on CUDA only"
     if name == "torch":
         return _unserved_by_torch(call, wants_max_logit)
     return _NO_CODE
@@ -268,7 +270,7 @@ def default_backend(call: Call) -> str:
     if call.q.device.type != "cuda":
         return "reference"
     if not call.q.dim() == call.k.dim() == call.v.dim() == 3:
-        return "torch"  # not a legal call: the op's own check says so
+        return "native"  # not a legal call: the op's own check says so
     for name in BACKENDS[:-1]:
         if not unserved(name, call, call.return_max_logit):
             return name

@@ -30,23 +30,30 @@ _interceptor: Callable[..., None] | None = None
 
 
 def launch(
-    kernel: Any, grid: Grid, args: tuple[Any, ...], constexprs: tuple[Any, ...], num_warps: int = 4, registers: int | None = None
+    kernel: Any,
+    grid: Grid,
+    args: tuple[Any, ...],
+    constexprs: tuple[Any, ...],
+    num_warps: int = 4,
+    registers: int | None = None,
+    stages: int | None = None,
 ) -> None:
     """Launch `kernel` over `grid` on the current device and stream.
 
     `args` are the leading parameters: tensors, ints, floats, None, or tuples of these; `constexprs` the trailing ones. `registers`
-    bounds what a thread may use, so that more of them run at a time.
+    bounds what a thread may use, so that more of them run at a time; `stages` is how many loads of a loop are under way at a time.
     """
     key = [
         id(kernel),
         num_warps,
         registers,
+        stages,
         constexprs,
         *map(type, constexprs),
     ]  # True, 1 and 1.0 are equal and compile to different code
     for arg in args:
         _append_kind(key, arg)
-    launch_as(tuple(key), kernel, grid, args, constexprs, num_warps, registers)
+    launch_as(tuple(key), kernel, grid, args, constexprs, num_warps, registers, stages)
 
 
 def launch_as(
@@ -57,16 +64,17 @@ def launch_as(
     constexprs: tuple[Any, ...],
     num_warps: int = 4,
     registers: int | None = None,
+    stages: int | None = None,
 ) -> None:
     """`launch` for a caller that knows a key which determines all that specialises the kernel.
 
-    That is: the kernel, `constexprs`, `num_warps`, `registers`, the dtype and 16-byte alignment of each tensor, which integers need
+    That is: the kernel, `constexprs`, `num_warps`, `registers`, `stages`, the dtype and 16-byte alignment of each tensor, which integers need
     64 bits and, for integers inside a tuple, which are 1 or multiples of 16.
     """
     if 0 in grid:
         return
     if _interceptor is not None:
-        _interceptor(kernel, grid, args, constexprs, _options(num_warps, registers))
+        _interceptor(kernel, grid, args, constexprs, _options(num_warps, registers, stages))
         return
     if isinstance(kernel, InterpretedFunction):
         kernel[grid](*args, *constexprs, num_warps=num_warps)
@@ -77,7 +85,7 @@ def launch_as(
         _refuse_specialised_integers(kernel, args)
         if len(_compiled) >= _COMPILED_KEPT:
             _compiled.clear()
-        _compiled[key, device] = kernel[grid](*args, *constexprs, **_options(num_warps, registers))
+        _compiled[key, device] = kernel[grid](*args, *constexprs, **_options(num_warps, registers, stages))
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
     if not knobs.runtime.launch_enter_hook.calls:
@@ -86,9 +94,10 @@ def launch_as(
         compiled[grid](*args, *constexprs, stream=stream)
 
 
-def _options(num_warps: int, registers: int | None) -> dict[str, int]:
+def _options(num_warps: int, registers: int | None, stages: int | None) -> dict[str, int]:
     """What Triton calls them."""
-    return {"num_warps": num_warps} if registers is None else {"num_warps": num_warps, "maxnreg": registers}
+    given = {"num_warps": num_warps, "maxnreg": registers, "num_stages": stages}
+    return {name: value for name, value in given.items() if value is not None}
 
 
 def _append_kind(key: list[Any], arg: Any) -> None:

@@ -1,4 +1,7 @@
-"""What the attention ops run on CUDA: the backend that the call names. The contract has refused every other name by then."""
+"""What the attention ops run on CUDA: the backend that the call names. The contract has refused every other name by then.
+
+On CPU tensors, which come here to be interpreted or compiled ahead of time only, it is the native kernels.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +15,10 @@ from thdops.ops.attention_thd import reference, torch_backend
 
 @takes(Call)
 def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    if call.backend == "native" or not call.q.is_cuda:
+        from thdops.ops.attention_thd import kernels
+
+        return kernels.attention(call)
     if call.backend == "torch":
         return torch_backend.attention(call)
     with torch.no_grad():
@@ -20,6 +27,10 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 @takes(GradCall)
 def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    if call.backend == "native" or not call.q.is_cuda:
+        from thdops.ops.attention_thd import kernels
+
+        return kernels.attention_grad(call)
     if call.backend == "torch":
         return torch_backend.attention_grad(call)
     with torch.no_grad():

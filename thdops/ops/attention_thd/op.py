@@ -259,8 +259,7 @@ def _spec(name: str, schema: str, summary: str, **rest: Any) -> None:
             benches=getattr(samples, f"{name}_benches"),
             padding=getattr(samples, f"{name}_padding"),
             pads_zeroed=True,
-            backends=("torch", "reference"),
-            architectures=(),
+            backends=("triton", "torch", "reference"),
             eager=getattr(reference, f"{name}_eager"),
             # The backward computes P again as e^(S - LSE): what LSE was rounded by is a relative error of P.
             roundings=4.0,

@@ -74,9 +74,9 @@ def attention_eager(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 @takes(GradCall)
 def attention_grad_eager(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`attention_grad` likewise: P and dS have q's dtype when they are multiplied."""
+    """`attention_grad` likewise: P and dS have q's dtype when they are multiplied, and D is taken from the out that was stored."""
     with torch.autocast(call.q.device.type, enabled=False):
-        return _attention_grad(call, call.q.dtype)
+        return _attention_grad(call, call.q.dtype, stored_out=True)
 
 
 def _attention(call: Call, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,8 +116,8 @@ def _attention(call: Call, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     return out, lse, torch.cat([x.flatten(0, 1) for x in maxima], 1).amax(1)
 
 
-def _attention_grad(call: GradCall, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`operand` is the dtype that P and dS are rounded to before they are multiplied."""
+def _attention_grad(call: GradCall, operand: torch.dtype, stored_out: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`operand` is the dtype that P and dS are rounded to before they are multiplied; `stored_out`: D is from `call.out`."""
     place = _geometry(call)
     dtype = statistics_dtype(call.q)
     kv_heads = call.k.shape[1]
@@ -133,6 +133,8 @@ def _attention_grad(call: GradCall, operand: torch.dtype) -> tuple[Tensor, Tenso
     delta = torch.zeros_like(lse)  # D of each row; <dout, out> is added block by block
     if call.grad_lse is not None:
         delta -= torch.where(seen, call.grad_lse.to(dtype).unflatten(0, (kv_heads, -1)), 0)
+    if stored_out:
+        delta += (grad * _grouped(call.out, place.valid_q, kv_heads, dtype)).sum(-1)
 
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     dqs = []
@@ -142,10 +144,11 @@ def _attention_grad(call: GradCall, operand: torch.dtype) -> tuple[Tensor, Tenso
         scores, tanh = _scores(q_rows, k_rows, call.softcap)
         p = scores.masked_fill_(block.hidden, -torch.inf).sub_(lse[:, :, block.rows, None]).exp_()
         dv[:, block.keys] += _over_rows(p.to(operand).to(dtype), grad_rows)
-        # P sums to `kept` up to the rounding of LSE only; out is scaled to it, or D would not cancel against <dout, v>.
-        total = p.sum(-1)
-        out_scale = kept[:, :, block.rows] / torch.where(total > 0, total, 1)
-        delta[:, :, block.rows] += (grad_rows * _over_keys(p, v_rows)).sum(-1) * out_scale
+        if not stored_out:
+            # P sums to `kept` up to the rounding of LSE only; out is scaled to it, or D would not cancel against <dout, v>.
+            total = p.sum(-1)
+            out_scale = kept[:, :, block.rows] / torch.where(total > 0, total, 1)
+            delta[:, :, block.rows] += (grad_rows * _over_keys(p, v_rows)).sum(-1) * out_scale
         ds = _against(grad_rows, v_rows).sub_(delta[:, :, block.rows, None]).mul_(p)
         if tanh is not None:
             ds.mul_(1 - tanh * tanh)

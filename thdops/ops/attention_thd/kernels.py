@@ -1,0 +1,213 @@
+"""Launchers of the native attention kernels: backend "native".
+
+T rows, B sequences, H heads, D head dims. A call is a tile table of each side that is cut (`kernels_tiles.py`) and persistent
+kernels that take tiles until none is left: the grid is as large as the GPU, whatever the batch, and no length is known on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from meta_kernels import attention_thd as contract
+from meta_kernels.attention_thd import Call, GradCall, key_metadata
+from thdops.ops.attention_thd.kernels_backward import (
+    attention_grad_keys_kernel,
+    attention_grad_queries_kernel,
+    delta_kernel,
+    sink_grad_kernel,
+)
+from thdops.ops.attention_thd.kernels_blocks import LOG2E, parts
+from thdops.ops.attention_thd.kernels_forward import attention_forward_kernel
+from thdops.ops.attention_thd.kernels_tiles import tile_table
+from thdops.ops.launch import launch, multiprocessors
+
+
+class _Shape(NamedTuple):
+    """How a kernel is cut: query rows and key rows of a block, warps, stages of the loads' pipeline."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [Tq, Hq, Dv], lse fp32 [Hq, Tq], max_logit fp32 [Hq] or [0]). Padding rows: out 0, lse -inf."""
+    out, lse, max_logit = contract.fake_attention(*call)
+    if call.return_max_logit:
+        max_logit.fill_(-math.inf)
+    q, k, v = (_loadable(x) for x in call[:3])
+    shape = _forward_shape(call)
+    tiles, counts = _query_tiles(call, shape.queries)
+    unit, *strides = _strides(q, k, v)
+    negative, factor = call.scale < 0, max(abs(call.scale), 1e-30)  # as good as 0, and keeps -inf * 0 away
+    _persistent(
+        attention_forward_kernel,
+        (q, k, v, call.sink, out, lse, max_logit, tiles, counts),
+        (*strides, q.shape[0], q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
+        (factor if call.softcap else factor * LOG2E.value, call.softcap),
+        (negative, *_widths(call), *_bounded(call), call.softmax, call.softcap != 0, call.return_max_logit, unit),
+        shape,
+    )
+    return out, lse, max_logit
+
+
+def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, dsink fp32 [Hq] or [0]). Padding rows: 0."""
+    dq, dk, dv, dsink = contract.fake_attention_grad(*call)
+    q, k, v = (_loadable(x) for x in call[2:5])
+    grad_out = _loadable(q.new_zeros(()).expand(call.out.shape) if call.grad_out is None else call.grad_out)
+    lse = call.lse.contiguous()
+    shape = _queries_shape(call)
+    tiles, counts = _query_tiles(call, shape.queries)
+    delta = _delta(call, grad_out, lse, tiles, counts)
+    if call.sink is not None:
+        launch(sink_grad_kernel, (q.shape[1], 1, 1), (call.sink, lse, delta, dsink, q.shape[0]), (1024,), 8)
+    heads, heads_kv = q.shape[1], k.shape[1]
+    before, behind = _window(call)
+    left, right = _bounded(call)
+    unit, *strides = _strides(q, k, v, grad_out)
+    strides.append(q.shape[0])
+    factors = (call.scale, call.scale if call.softcap else call.scale * LOG2E.value, call.softcap)
+    operands = (q, k, v, grad_out, lse, delta)
+
+    _persistent(
+        attention_grad_queries_kernel,
+        (*operands, dq, tiles, counts),
+        (*strides, heads, heads // heads_kv, before, behind),
+        factors,
+        (*_widths(call), left, right, call.softcap != 0, unit),
+        shape,
+    )
+    shape = _keys_shape(call)
+    # Seen from a key, queries stand on the other side of the diagonal.
+    _persistent(
+        attention_grad_keys_kernel,
+        (*operands, dk, dv, *_key_tiles(call, shape.keys)),
+        (*strides, heads_kv, heads // heads_kv, behind, before),
+        factors,
+        (*_widths(call), right, left, call.softcap != 0, unit),
+        shape,
+    )
+    return dq, dk, dv, dsink
+
+
+def _delta(call: GradCall, grad_out: Tensor, lse: Tensor, tiles: Tensor, counts: Tensor) -> Tensor:
+    """fp32 [Hq, Tq], from the forward's out as it was rounded."""
+    out = _loadable(call.out)
+    total, heads, dim = out.shape
+    delta = torch.empty(heads, total, dtype=torch.float32, device=out.device)
+    args = (
+        *(out, grad_out, lse, call.grad_lse, delta, tiles, counts),
+        *(*out.stride()[:2], *grad_out.stride()[:2], *_lse_strides(call.grad_lse), total, heads),
+    )
+    launch(delta_kernel, (multiprocessors(out.get_device()) * 8, 1, 1), args, (dim, max(16, 1 << (dim - 1).bit_length()), 32))
+    return delta
+
+
+def _lse_strides(grad_lse: Tensor | None) -> tuple[int, ...]:
+    return (0, 0) if grad_lse is None else grad_lse.stride()
+
+
+def _persistent(
+    kernel: Any,
+    tensors: tuple[Any, ...],
+    numbers: tuple[int, ...],
+    factors: tuple[float, ...],
+    flags: tuple[Any, ...],
+    shape: _Shape,
+) -> None:
+    """Launch at least as many programs as the GPU holds at once; those that come later find no work."""
+    at_once = multiprocessors(tensors[0].get_device()) * 3
+    launch(
+        kernel,
+        (at_once, 1, 1),
+        (*tensors, *numbers, *factors),
+        (*flags, shape.queries, shape.keys),
+        shape.warps,
+        stages=shape.stages,
+    )
+
+
+# --- metadata -----------------------------------------------------------------------------------------------------------------------
+
+
+def _query_tiles(call: Call | GradCall, block: int) -> tuple[Tensor, Tensor]:
+    keys = None if call.cu_seqlens_kv is None else (*key_metadata(call), call.k.shape[0])
+    return tile_table((call.cu_seqlens_q, call.cu_seqlens_q_padded, call.q.shape[0]), keys, call.bottom_right, block)
+
+
+def _key_tiles(call: Call | GradCall, block: int) -> tuple[Tensor, Tensor]:
+    queries = (call.cu_seqlens_q, call.cu_seqlens_q_padded, call.q.shape[0])
+    if call.cu_seqlens_kv is None:
+        return tile_table(queries, None, False, block)
+    return tile_table((*key_metadata(call), call.k.shape[0]), queries, call.bottom_right, block)
+
+
+def _window(call: Call | GradCall) -> tuple[int, int]:
+    """(left, right) bounds of a query; clipped, so that nothing overflows where a position is added."""
+    beyond = call.q.shape[0] + call.k.shape[0]
+    return min(call.window_left, beyond), 0 if call.causal else min(call.window_right, beyond)
+
+
+def _bounded(call: Call | GradCall) -> tuple[bool, bool]:
+    return call.window_left >= 0, call.causal or call.window_right >= 0
+
+
+# --- operands -----------------------------------------------------------------------------------------------------------------------
+
+
+def _loadable(x: Tensor) -> Tensor:
+    """Kernels want the head dim's elements side by side; any other stride is theirs to follow."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    """A unit, and the strides of rows and heads in it: 8 elements where all are multiples of that, so that loads are wide."""
+    strides = [stride for x in tensors for stride in x.stride()[:2]]
+    unit = 8 if all(stride % 8 == 0 for stride in strides) else 1
+    return unit, *(stride // unit for stride in strides)
+
+
+def _widths(call: Call | GradCall) -> tuple[int, ...]:
+    """(Dqk, its parts, Dv, its parts)."""
+    dim, dim_v = call.q.shape[2], call.v.shape[2]
+    return dim, *parts(dim), dim_v, *parts(dim_v)
+
+
+# --- shapes -------------------------------------------------------------------------------------------------------------------------
+
+
+def _width(call: Call | GradCall) -> int:
+    """The wider of the head dims, as the kernels hold it."""
+    _, *qk, _, first, second = _widths(call)
+    return max(sum(qk), first + second)
+
+
+def _forward_shape(call: Call) -> _Shape:
+    if call.q.dtype == torch.float32:
+        return _Shape(32, 32, 4, 1)
+    width = _width(call)
+    if width <= 64:
+        return _Shape(128, 64, 4, 3)
+    return _Shape(128, 64, 8, 3 if width <= 128 else 2)
+
+
+def _keys_shape(call: GradCall) -> _Shape:
+    if call.q.dtype == torch.float32:
+        return _Shape(32, 32, 4, 1)
+    width = _width(call)
+    if width <= 64:
+        return _Shape(64, 64, 4, 2)
+    return _Shape(32, 128 if width <= 128 else 64, 8, 2)
+
+
+def _queries_shape(call: GradCall) -> _Shape:
+    if call.q.dtype == torch.float32:
+        return _Shape(32, 32, 4, 1)
+    width = _width(call)
+    return _Shape(128, 64, 8, 2 if width <= 128 else 1)
