@@ -6,8 +6,12 @@ q [Tq, Hq, Dqk], k [Tk, Hkv, Dqk], v [Tk, Hkv, Dv] -> out [Tq, Hq, Dv], lse [Hq,
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -253,6 +257,14 @@ def _check_softmax(op: str, call: Call | GradCall) -> None:
 
 # --- which backend serves which call -------------------------------------------------------------------------------------------
 
+PEERS = {"fa4": "flash_attn.cute", "cudnn": "cudnn.sdpa"}
+"""Backends in packages of their own: the module that each needs. Its extra has the backend's name."""
+
+HINTED = ("fa4", "cudnn", "torch")
+"""Backends that size their work by max_seqlen_q and max_seqlen_kv. The others never see them: a compiler would guard on values."""
+
+_FEW_SEQUENCES = 16
+
 
 def unserved(name: str, call: Call | GradCall, wants_max_logit: bool) -> str:
     """Why backend `name` does not serve a legal call, or ""."""
@@ -260,30 +272,65 @@ def unserved(name: str, call: Call | GradCall, wants_max_logit: bool) -> str:
         return ""
     if name == "native":
         return "" if call.q.device.type == "cuda" else "runs on CUDA only"
-    if name == "torch":
-        return _unserved_by_torch(call, wants_max_logit)
-    return _NO_CODE
+    if call.q.device.type != "cuda":
+        return "runs on CUDA only"
+    if name in PEERS and not installed(PEERS[name]):
+        return f"is not installed (pip install 'thdops[{name}]')"
+    if call.q.dtype not in (torch.bfloat16, torch.float16):
+        return "serves bfloat16 and float16 only"
+    if wants_max_logit:
+        return "cannot return max_logit"
+    return _UNSERVED[name](call)
 
 
-def default_backend(call: Call) -> str:
-    """The fastest backend that serves the call; "" if only the reference does, which nobody should get unasked on a GPU."""
+def default_backend(call: Call, order: Sequence[str] = BACKENDS[:-1]) -> str:
+    """The first of `order` that serves the call; "" if only the reference does, which nobody should get unasked on a GPU."""
     if call.q.device.type != "cuda":
         return "reference"
     if not call.q.dim() == call.k.dim() == call.v.dim() == 3:
         return "native"  # not a legal call: the op's own check says so
-    for name in BACKENDS[:-1]:
+    for name in order:
         if not unserved(name, call, call.return_max_logit):
             return name
     return ""
 
 
-def _unserved_by_torch(call: Call | GradCall, wants_max_logit: bool) -> str:
+def _constant(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What `torch.compiler.assume_constant_result` does, which imports the whole compiler, and Triton with it.
+
+    A tracer looks through a cache: what is constant for it is one function, and what is cached another.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
+
+
+@_constant
+def installed(module: str) -> bool:
+    """Whether `package.module` can be imported, without importing either: looked up once."""
+    return _find(module)
+
+
+@cache
+def _find(module: str) -> bool:
+    package, _, _ = module.partition(".")
+    found = importlib.util.find_spec(package)
+    places = None if found is None else found.submodule_search_locations
+    return places is not None and importlib.machinery.PathFinder.find_spec(module, list(places)) is not None
+
+
+@_constant
+def capability(index: int | None) -> tuple[int, int]:
+    """The compute capability of a GPU (None: the first); (0, 0) where there is none to ask."""
+    return _ask_capability(index or 0)
+
+
+@cache
+def _ask_capability(index: int) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index) if torch.cuda.is_available() else (0, 0)
+
+
+def _unserved_by_torch(call: Call | GradCall) -> str:
     """FlashAttention-2 as torch carries it: what it cannot do."""
-    aligned_left = not call.bottom_right and call.cu_seqlens_kv is not None
-    if call.q.device.type != "cuda":
-        return "runs on CUDA only"
-    if call.q.dtype not in (torch.bfloat16, torch.float16):
-        return "serves bfloat16 and float16 only"
     if call.q.shape[2] != call.v.shape[2]:
         return "needs values as wide as keys (no MLA)"
     if call.softmax != "vanilla":
@@ -292,9 +339,52 @@ def _unserved_by_torch(call: Call | GradCall, wants_max_logit: bool) -> str:
         return "has no softcap"
     if call.scale < 0:
         return "needs a scale of at least 0"
-    if wants_max_logit:
-        return "cannot return max_logit"
-    if aligned_left and (call.causal or call.window_left >= 0 or call.window_right >= 0):
+    return _aligned_left(call)
+
+
+def _unserved_by_fa4(call: Call | GradCall) -> str:
+    """flash-attn-4: what its kernels cannot do, forward or backward."""
+    major, _ = capability(call.q.device.index)
+    if major not in (9, 10):
+        return "needs a GPU of compute capability 9 or 10"
+    if major == 10 and not _narrow(call):
+        return "serves head dims up to 128, or 192 for keys and 128 for values, on this GPU"
+    if call.scale <= 0:
+        return "needs a scale above 0"
+    return _aligned_left(call)
+
+
+def _unserved_by_cudnn(call: Call | GradCall) -> str:
+    """cuDNN through its frontend: what its torch ops cannot do, forward or backward."""
+    major, _ = capability(call.q.device.index)
+    if major not in (9, 10):
+        return "needs a GPU of compute capability 9 or 10"
+    if major == 10 and not _narrow(call):
+        return "serves head dims up to 128, or 192 for keys and 128 for values, on this GPU"
+    if call.softmax != "vanilla":
+        return "has no gradient of a sink (softmax='vanilla' only)"
+    if call.softcap != 0:
+        return "has no softcap"
+    if call.scale <= 0:
+        return "needs a scale above 0"
+    if call.max_seqlen_q == 0 and call.cu_seqlens_q.shape[0] > _FEW_SEQUENCES + 1:
+        return f"needs max_seqlen_q beyond {_FEW_SEQUENCES} sequences (its LSE takes it for each, or else Tq)"
+    return ""
+
+
+_UNSERVED = {"torch": _unserved_by_torch, "fa4": _unserved_by_fa4, "cudnn": _unserved_by_cudnn}
+
+
+def _narrow(call: Call | GradCall) -> bool:
+    """Head dims that Blackwell kernels of both peers have."""
+    widths = call.q.shape[2], call.v.shape[2]
+    return max(widths) <= 128 or widths == (192, 128)
+
+
+def _aligned_left(call: Call | GradCall) -> str:
+    """Flash attention measures from the bottom right; in self-attention that is the same."""
+    bounded = call.causal or call.window_left >= 0 or call.window_right >= 0
+    if bounded and not call.bottom_right and call.cu_seqlens_kv is not None:
         return "aligns causal masks and windows bottom-right where keys have a cu_seqlens of their own"
     return ""
 

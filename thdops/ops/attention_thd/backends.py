@@ -10,7 +10,9 @@ from torch import Tensor
 
 from meta_kernels.attention_thd import Call, GradCall
 from meta_kernels.contract import takes
-from thdops.ops.attention_thd import reference, torch_backend
+from thdops.ops.attention_thd import cudnn_backend, fa4_backend, reference, torch_backend
+
+_ADAPTERS = {"fa4": fa4_backend, "cudnn": cudnn_backend, "torch": torch_backend}  # none imports its library before it is called
 
 
 @takes(Call)
@@ -19,8 +21,8 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         from thdops.ops.attention_thd import kernels
 
         return kernels.attention(call)
-    if call.backend == "torch":
-        return torch_backend.attention(call)
+    if call.backend in _ADAPTERS:
+        return _ADAPTERS[call.backend].attention(call)
     with torch.no_grad():
         return reference.attention(*call)
 
@@ -31,7 +33,7 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         from thdops.ops.attention_thd import kernels
 
         return kernels.attention_grad(call)
-    if call.backend == "torch":
-        return torch_backend.attention_grad(call)
+    if call.backend in _ADAPTERS:
+        return _ADAPTERS[call.backend].attention_grad(call)
     with torch.no_grad():
         return reference.attention_grad(*call)
