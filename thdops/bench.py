@@ -67,12 +67,13 @@ class Row:
 # --- arguments that can be copied -------------------------------------------------------------------------------------------------
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
+def tensors(tree: Any) -> Iterator[Tensor]:
+    """The tensors in nested lists and tuples, in order."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, (list, tuple)):
         for leaf in tree:
-            yield from _tensors(leaf)
+            yield from tensors(leaf)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, torch.UntypedStorage]:
@@ -103,7 +104,7 @@ def clone_arguments(args: tuple[Any, ...], share_up_to: int = -1) -> tuple[Any, 
 
 def copies_wanted(args: tuple[Any, ...], cost: Cost, l2_bytes: int, free_bytes: int) -> int:
     """How many copies of the arguments a graph rotates over, so that none is still in the L2 cache when its turn comes again."""
-    held = sum(s.nbytes() for s in _storages(_tensors(args)).values() if s.nbytes() > _SHARED_BYTES)
+    held = sum(s.nbytes() for s in _storages(tensors(args)).values() if s.nbytes() > _SHARED_BYTES)
     if held == 0:
         return 1
     touched = max(1.0, min(cost.read + cost.written, 2.0 * held))
@@ -118,7 +119,7 @@ def copies_wanted(args: tuple[Any, ...], cost: Cost, l2_bytes: int, free_bytes: 
 def call_results(function: Callable[..., Any], args: tuple[Any, ...], written: Sequence[int]) -> list[Tensor]:
     """What a call returned, or, if it returned nothing, what it wrote to: the arguments at the positions `written`."""
     returned = function(*args)
-    results = list(_tensors(returned)) if returned is not None else list(_tensors([args[i] for i in written]))
+    results = list(tensors(returned)) if returned is not None else list(tensors([args[i] for i in written]))
     return [r.detach() for r in results]
 
 
@@ -180,7 +181,7 @@ def run_bench(
         if compiled_too:
             compiled_wrong = difference(ours, call_results(compiled, clone_arguments(args), written))
     except Exception as error:  # a baseline that does not compile is no failure of ours, but the table must say it
-        compiled_failure = f"does not compile: {_first_line(error)}"
+        compiled_failure = f"does not compile: {first_line(error)}"
     del ours
 
     copies = 2
@@ -280,7 +281,7 @@ def _driver() -> str:
         return "unknown"
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
@@ -337,7 +338,7 @@ def _rows(
                         row = next(rows, None)
                 except Exception as error:
                     row = None
-                    yield Row(spec.name, bench.name, "-", note=f"FAILED: {_first_line(error)}", failed=True)
+                    yield Row(spec.name, bench.name, "-", note=f"FAILED: {first_line(error)}", failed=True)
                 if row is None:
                     break
                 yield row
@@ -355,6 +356,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--cpu", action="store_true", help="run every bench once on CPU: is the result right? Its times say nothing"
     )
+    parser.add_argument("--peers", action="store_true", help="beside every installed implementation of the same thing instead")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="with --peers: only these providers")
+    parser.add_argument("--write-table", action="store_true", help="with --peers: choose default backends by what was found")
 
 
 def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
@@ -368,11 +372,19 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
     if unknown:
         print(f"bench: no op named {', '.join(unknown)}; known: {', '.join(s.name for s in registry)}", file=sys.stderr)
         return 2
+    if (args.only or args.write_table) and not args.peers:
+        print("bench: --only and --write-table are options of --peers", file=sys.stderr)
+        return 2
+    if args.write_table and args.cpu:
+        print("bench: --write-table keeps times, and those of --cpu say nothing; leave one of them out", file=sys.stderr)
+        return 2
     if not args.cpu and not torch.cuda.is_available():
         print("bench: there is no GPU here, so there is nothing to time; --cpu checks every bench's result on CPU", file=sys.stderr)
         return 2
     device = torch.device("cpu") if args.cpu else torch.device("cuda", torch.cuda.current_device())
     specs = [registry[name] for name in args.ops] if args.ops else list(registry)
+    if args.peers:
+        return _against_peers(args, specs, device)
 
     facts = header(device)
     print("\n".join(f"{name:<9} {value}" for name, value in facts.items()))
@@ -388,24 +400,50 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
         print("us: a call inside a CUDA graph (*: timed eagerly); +us: above the roofline; speed-up: of the op over that row\n")
     else:
         print("results are compared on CPU; the times are those of the references and say nothing about the kernels\n")
+    rows = _shown(_rows(registry, specs, device, roofline, args.match, not args.eager))
+    if args.plot:
+        from thdops.bench_plot import draw
+
+        draw(args.plot, rows, facts)
+    return _finished(args, facts, roofline, rows)
+
+
+def _against_peers(args: argparse.Namespace, specs: Sequence[OpSpec], device: torch.device) -> int:
+    from thdops.bench_peers import Peers
+
+    facts = header(device)
+    peers = Peers(device, args.match, args.only)
+    facts |= {name: _version(name) for name in ("flash-attn-4", "nvidia-cudnn-frontend")}
+    facts["cudnn"] = str(torch.backends.cudnn.version())
+    print("\n".join(f"{name:<22} {value}" for name, value in facts.items()))
+    print("us: a call inside a CUDA graph (*: timed eagerly); speed-up: of the first provider over that row\n")
+    rows = _shown(peers.rows(specs))
+    for spec in specs:
+        if args.write_table and spec.write_table is not None:
+            print(f"\nwrote {spec.write_table(device, peers.outcomes, facts)}")
+    return _finished(args, facts, None, rows)
+
+
+def _shown(rows: Iterable[Row]) -> list[Row]:
+    """Print rows as they come."""
     print(_columns())
-    rows: list[Row] = []
-    for row in _rows(registry, specs, device, roofline, args.match, not args.eager):
-        if not rows or (rows[-1].op, rows[-1].bench) != (row.op, row.bench):
+    shown: list[Row] = []
+    for row in rows:
+        if not shown or (shown[-1].op, shown[-1].bench) != (row.op, row.bench):
             print(f"{row.op}: {row.bench}")
         print(format_row(row), flush=True)
-        rows.append(row)
+        shown.append(row)
+    return shown
 
+
+def _finished(args: argparse.Namespace, facts: Mapping[str, str], roofline: Roofline | None, rows: Sequence[Row]) -> int:
+    """Write what was asked for and settle the exit status."""
     if args.json:
         try:
             _write_json(args.json, facts, roofline, rows)
         except OSError as error:
             print(f"bench: --json {args.json} cannot be written: {error}", file=sys.stderr)
             return 2
-    if args.plot:
-        from thdops.bench_plot import draw
-
-        draw(args.plot, rows, facts)
     failed = sum(row.failed for row in rows)
     if failed:
         print(f"\n{failed} of {len(rows)} rows wrong or failed", file=sys.stderr)

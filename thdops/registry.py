@@ -18,8 +18,9 @@ from __future__ import annotations
 import importlib
 import inspect
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,7 +28,20 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
-__all__ = ["Bench", "Cost", "OpSpec", "PadRows", "Padding", "Refusal", "Registry", "Sample", "register"]
+__all__ = [
+    "Bench",
+    "Contest",
+    "Cost",
+    "OpSpec",
+    "Outcome",
+    "PadRows",
+    "Padding",
+    "Refusal",
+    "Registry",
+    "Sample",
+    "Unserved",
+    "register",
+]
 
 _LAUNCHER = re.compile(r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
 
@@ -101,6 +115,36 @@ class Bench:
     baseline: Callable[..., Any]
 
 
+class Unserved(Exception):
+    """A provider of a contest cannot serve its call, or is not installed; the text says why."""
+
+
+@dataclass(frozen=True)
+class Contest:
+    """One call worth timing beside other implementations of it, installed or not.
+
+    `make` builds the arguments. A provider prepares a call of them that is timed alone, or raises `Unserved`; the first one is
+    what the others are compared with. `held_against` gives (got, expected) of a provider's results, all of them or a sample: a
+    time counts only where they agree. `subject` is for the op's own use in `write_table`.
+    """
+
+    name: str
+    subject: Any
+    make: Callable[[], tuple[Any, ...]]
+    providers: Mapping[str, Callable[..., Callable[[], Any]]]
+    held_against: Callable[[tuple[Any, ...], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
+    cost: Callable[..., Cost]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a provider of a contest took, in microseconds."""
+
+    contest: Contest
+    provider: str
+    us: float
+
+
 @dataclass(frozen=True)
 class OpSpec:
     """Everything about one op. Pieces that disagree are refused by `register()`.
@@ -137,6 +181,10 @@ class OpSpec:
     mutates: tuple[str, ...] = ()
     no_gradient: tuple[str, ...] = ()
     """Floating-point arguments and (named in the schema) results that have no gradient by contract, such as a token count."""
+    contests: Callable[[torch.device], Iterable[Contest]] | None = None
+    """For `bench --peers`: the op beside other implementations of it."""
+    write_table: Callable[[torch.device, Sequence[Outcome], Mapping[str, str]], Path] | None = None
+    """For `bench --peers --write-table`: keep what the contests found, with its circumstances, where the op chooses by it."""
     launcher_checks: bool = False
     """The CUDA launcher calls `check` itself, once per kind of arguments, where checking at every call would cost too much."""
     deterministic: bool = True
