@@ -122,7 +122,7 @@ thdops::attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_
   fp32 for torch
     ValueError: attention: backend must serve the call, got 'torch', which runs on CUDA only; change the call, or pass backend='reference' (every feature, slow)
   no fast backend
-    ValueError: attention: backend must serve the call, got None, and no fast backend does (native has no kernels in this version of thdops; fa4 has no kernels in this version of thdops; cudnn has no kernels in this version of thdops; torch runs on CUDA only); change the call, or pass backend='reference' (every feature, slow)
+    ValueError: attention: backend must serve the call, got None, and no fast backend does (native has no kernels in this version of thdops; fa4 runs on CUDA only; cudnn runs on CUDA only; torch runs on CUDA only); change the call, or pass backend='reference' (every feature, slow)
 thdops::attention_grad(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_kv_padded, Tensor? sink, bool causal, bool bottom_right, SymInt window_left, SymInt window_right, float scale, str softmax, float softcap, SymInt max_seqlen_q, SymInt max_seqlen_kv, bool deterministic, str backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)
   q of two dimensions
     ValueError: attention_grad: q must have 3 dimensions [Tq, Hq, Dqk], got shape [25, 64]; reshape it

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from meta_kernels import attention_thd as contract
-from meta_kernels.attention_thd import BACKENDS, Call
+from meta_kernels.attention_thd import Call
 from meta_kernels.contract import check_tensors, refusal
 from thdops.namespace import REGISTRY
-from thdops.ops.attention_thd import reference, samples
+from thdops.ops.attention_thd import contests, measured, reference, samples
 from thdops.registry import OpSpec, register
 
 _ALIGNMENTS = ("top_left", "bottom_right")
@@ -100,9 +100,9 @@ def attention(
         return_max_logit,
         dropout_p,
     )
-    chosen = contract.default_backend(call) if backend is None else backend
+    chosen = measured.choose(call) if backend is None else backend
     longest_q = longest_kv = 0
-    if chosen == "torch":
+    if chosen in contract.HINTED:
         # No other backend needs them, and touching them would make a compiler guard on their values.
         longest_q, longest_kv = max_seqlen_q or 0, max_seqlen_kv or 0
     out, lse, max_logit = torch.ops.thdops.attention(
@@ -117,13 +117,19 @@ def attention_backends(*args: Any, **kwargs: Any) -> dict[str, str]:
 
     Arguments and errors as `attention`, except that no fast backend serving the call is an answer here. Values are "chosen",
     "serves", or the reason for which a backend does not serve the call. Nothing is computed.
+
+    The order is a measured one: of this kind of call (head dims, mask, rows a sequence) on this kind of GPU, as the table
+    `measured.json` beside the code has it; where it has nothing, native comes first. The first that serves the call is taken.
+    While a compiler traces, the rows of a sequence do not count: their number would be built into the program.
     """
     given = inspect.signature(attention).bind(*args, **kwargs).arguments
     wanted = given.get("backend")
     call = _call(**{name: value for name, value in given.items() if name in inspect.signature(_call).parameters})
     contract.check_attention(*call)
-    chosen = contract.default_backend(call) if wanted is None else wanted
-    table = {name: contract.unserved(name, call, call.return_max_logit) or "serves" for name in BACKENDS}
+    chosen = measured.choose(call) if wanted is None else wanted
+    hinted = call._replace(**{name: given.get(name) or 0 for name in ("max_seqlen_q", "max_seqlen_kv")})
+    names = (*measured.order(call), "reference")
+    table = {name: contract.unserved(name, hinted, call.return_max_logit) or "serves" for name in names}
     if table.get(chosen) == "serves":
         table[chosen] = "chosen"
     return table
@@ -259,7 +265,7 @@ def _spec(name: str, schema: str, summary: str, **rest: Any) -> None:
             benches=getattr(samples, f"{name}_benches"),
             padding=getattr(samples, f"{name}_padding"),
             pads_zeroed=True,
-            backends=("triton", "torch", "reference"),
+            backends=("triton", "fa4", "cudnn", "torch", "reference"),
             eager=getattr(reference, f"{name}_eager"),
             # The backward computes P again as e^(S - LSE): what LSE was rounded by is a relative error of P.
             roundings=4.0,
@@ -276,6 +282,8 @@ _spec(
     setup_context=_save,
     backward=_backward,
     no_gradient=("max_logit",),
+    contests=contests.contests,
+    write_table=contests.write_table,
 )
 _spec(
     "attention_grad",

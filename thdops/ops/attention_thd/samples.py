@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meta_kernels.attention_thd import BACKENDS, Call, GradCall, default_backend, key_metadata, unserved
-from thdops.ops.attention_thd import reference
+from meta_kernels.attention_thd import BACKENDS, Call, GradCall, key_metadata, unserved
+from thdops.ops.attention_thd import measured, reference
 from thdops.ops.layouts import Layout, layout, others, prefix_sums
 from thdops.ops.padding.reference import padding_mask
 from thdops.registry import Bench, Cost, Padding, PadRows, Refusal, Sample
@@ -79,7 +79,7 @@ def _call(
         **_metadata(base, keys),
         **{**usual, **settings},
     )
-    return call._replace(backend=default_backend(call) or "reference")
+    return call._replace(backend=measured.choose(call) or "reference")
 
 
 def _metadata(base: Layout, keys: Layout | None) -> dict[str, Tensor | None]:
@@ -228,14 +228,13 @@ def attention_grad_padding(*args: Any) -> Padding:
 
 def attention_refusals(device: torch.device) -> Iterator[Refusal]:
     yield from _refusals("attention", device, lambda call: call)
-    served = "; ".join(f"{name} has no kernels in this version of thdops" for name in BACKENDS[:3])
     call = _call(layout("tail", device), dtype=_FP32)
-    torch_reason = unserved("torch", call, False)
+    reasons = "; ".join(f"{name} {unserved(name, call, False)}" for name in BACKENDS[:-1])
     yield Refusal(
         "no fast backend",
         call._replace(backend=""),
         ValueError,
-        f"attention: backend must serve the call, got None, and no fast backend does ({served}; torch {torch_reason});"
+        f"attention: backend must serve the call, got None, and no fast backend does ({reasons});"
         " change the call, or pass backend='reference' (every feature, slow)",
     )
 
