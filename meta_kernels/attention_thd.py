@@ -264,6 +264,7 @@ HINTED = ("fa4", "cudnn", "torch")
 """Backends that size their work by max_seqlen_q and max_seqlen_kv. The others never see them: a compiler would guard on values."""
 
 _FEW_SEQUENCES = 16
+_WORKSPACE = 2**34  # bytes that a backend may ask for beyond its results
 
 
 def unserved(name: str, call: Call | GradCall, wants_max_logit: bool) -> str:
@@ -369,6 +370,9 @@ def _unserved_by_cudnn(call: Call | GradCall) -> str:
         return "needs a scale above 0"
     if call.max_seqlen_q == 0 and call.cu_seqlens_q.shape[0] > _FEW_SEQUENCES + 1:
         return f"needs max_seqlen_q beyond {_FEW_SEQUENCES} sequences (its LSE takes it for each, or else Tq)"
+    longest_q, longest_kv = call.max_seqlen_q or call.q.shape[0], call.max_seqlen_kv or call.max_seqlen_q or call.k.shape[0]
+    if call.deterministic and 2 * (call.cu_seqlens_q.shape[0] - 1) * call.q.shape[1] * longest_q * longest_kv > _WORKSPACE:
+        return "needs 2 * B * Hq * max_seqlen_q * max_seqlen_kv bytes, over 16 GiB here, for a deterministic backward"
     return ""
 
 

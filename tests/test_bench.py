@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from thdops import bench, timing
-from thdops.registry import Bench, Cost, OpSpec, Registry, register
+from thdops.registry import Bench, Contest, Cost, OpSpec, Outcome, Registry, Unserved, register
 
 REGISTRY = Registry("bench_test")
+CPU = torch.device("cpu")
 
 
 def _check(x: Tensor) -> None:
@@ -74,7 +76,7 @@ def _in_place_benches(device: torch.device) -> Iterator[Bench]:
     yield Bench("baseline that returns", make, lambda tensors: [t * 2 for t in tensors])
 
 
-def _spec(name: str, benches: object) -> None:
+def _spec(name: str, benches: object, **more: Any) -> None:
     register(
         OpSpec(
             name=name,
@@ -87,12 +89,47 @@ def _spec(name: str, benches: object) -> None:
             refusals=lambda device: (),
             cost=_cost,
             benches=benches,  # pyright: ignore[reportArgumentType]  (three generators of one type)
+            **more,
         ),
         REGISTRY,
     )
 
 
-_spec("double", _benches)
+def _contests(device: torch.device) -> Iterator[Contest]:
+    def absent(x: Tensor) -> Callable[[], Tensor]:
+        raise Unserved("is not installed")
+
+    def failing(x: Tensor) -> Callable[[], Tensor]:
+        return lambda: x.view(7)
+
+    providers = {
+        "ours": lambda x: lambda: x * 2,
+        "theirs": lambda x: lambda: (x + x, "nothing more"),
+        "others'": lambda x: lambda: x.add(x),
+        "near": lambda x: lambda: x * 2.01,
+        "absent": absent,
+        "failing": failing,
+    }
+    for size in (10, 20):
+        yield Contest(
+            f"{size} numbers",
+            size,
+            lambda size=size: (torch.ones(size, device=device),),
+            providers,
+            lambda args, results: (list(results[:1]), [args[0] * 2]),
+            lambda x: Cost(flops=1e6 * x.numel()),
+        )
+
+
+WRITTEN: list[tuple[Sequence[Outcome], Mapping[str, str]]] = []
+
+
+def _write_table(device: torch.device, outcomes: Sequence[Outcome], facts: Mapping[str, str]) -> Path:
+    WRITTEN.append((outcomes, facts))
+    return Path("table.json")
+
+
+_spec("double", _benches, contests=_contests, write_table=_write_table)
 _spec("wrong", _wrong_benches)
 _spec("failing", _failing_benches)
 _spec("unbenched", lambda device: ())
@@ -339,3 +376,60 @@ def test_a_gpu_run(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypat
         assert row["above_floor_us"] == pytest.approx(row["us"] - row["floor_us"])
     assert document["header"]["driver"] != "none"
     assert "* host sync" in capsys.readouterr().out
+
+
+# --- beside peers -----------------------------------------------------------------------------------------------------------------
+
+
+def test_peers_are_judged_then_timed(tmp_path: Path) -> None:
+    """Right ones have a time and a speed-up of the first over them, wrong ones neither; who cannot run says why."""
+    file = tmp_path / "peers.json"
+    assert _run("double", "unbenched", "--peers", "--cpu", "--match", "20", "--json", str(file)) == 1  # "near" is wrong
+    listed = json.loads(file.read_text())["rows"]
+    assert {row["bench"] for row in listed} == {"20 numbers"}
+    rows = {row["provider"]: row for row in listed}
+    assert list(rows) == ["ours", "theirs", "others'", "near", "absent", "failing"]
+    assert rows["ours"]["rate"] == pytest.approx(20 / rows["ours"]["us"])
+    assert rows["ours"]["unit"] == "TFLOP/s"
+    assert rows["ours"]["speedup"] is None
+    assert rows["theirs"]["speedup"] == pytest.approx(rows["theirs"]["us"] / rows["ours"]["us"])
+    assert all(rows[name]["us"] is None for name in ("near", "absent", "failing"))
+    assert rows["near"]["note"].startswith("WRONG: result 0: error up to 0.01")
+    assert rows["absent"]["note"] == "is not installed"
+    assert rows["failing"]["note"].startswith("FAILED: RuntimeError")
+    assert [name for name, row in rows.items() if row["failed"]] == ["near"]
+
+
+def test_only_some_peers(tmp_path: Path) -> None:
+    file = tmp_path / "peers.json"
+    assert _run("double", "--peers", "--cpu", "--only", "theirs", "others'", "--json", str(file)) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["bench"], row["provider"]) for row in rows] == [
+        (f"{size} numbers", name) for size in (10, 20) for name in ("theirs", "others'")
+    ]
+    assert all(row["speedup"] is None for row in rows)  # there is no first provider to compare with
+
+
+def test_what_peers_took_goes_to_the_op(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(bench, "header", lambda device: {"gpu": "none"})
+    parser = argparse.ArgumentParser()
+    bench.add_arguments(parser)
+    args = parser.parse_args(["double", "--peers", "--write-table", "--only", "ours", "theirs", "absent"])
+    assert bench._against_peers(args, [REGISTRY["double"], REGISTRY["unbenched"]], CPU) == 0
+    ((outcomes, facts),) = WRITTEN
+    assert [(o.contest.subject, o.provider) for o in outcomes] == [(size, name) for size in (10, 20) for name in ("ours", "theirs")]
+    assert facts["gpu"] == "none"
+    assert "wrote table.json" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (["--only", "ours", "--cpu"], "--only and --write-table are options of --peers"),
+        (["--write-table", "--cpu"], "--only and --write-table are options of --peers"),
+        (["--peers", "--write-table", "--cpu"], "--write-table keeps times, and those of --cpu say nothing"),
+    ],
+)
+def test_options_that_do_not_go_together(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("double", *options) == 2
+    assert text in capsys.readouterr().err

@@ -45,11 +45,8 @@ class Side(NamedTuple):
         return x.contiguous() if self.scatter is None else x.index_select(dim, self.scatter)
 
     def clean(self, x: Tensor) -> Tensor:
-        """`x` [T, ...] of the peer's rows with +0.0 on those of no sequence: a copy, unless gathering has made one already."""
-        if self.gather is None:
-            return torch.ops.thdops.zero_fill(x, self.ends, self.starts)
-        zero_fill([x], [self])
-        return x
+        """A copy of `x` [T, ...] of the peer's rows, +0.0 on those of no sequence."""
+        return torch.ops.thdops.zero_fill(x, self.ends, self.starts)
 
     def padding(self, rows: int) -> Tensor:
         """bool [T] over the peer's rows: those of no sequence."""

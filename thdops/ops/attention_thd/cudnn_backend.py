@@ -1,9 +1,14 @@
 """Backend "cudnn": cuDNN's attention through nvidia-cudnn-frontend (extra `thdops[cudnn]`), a plan a kind of call and size.
 
 T rows, B sequences, H heads, D head dim, S the longest sequence. Its torch ops take one cu_seqlens: gaps are gathered away
-(adapter.py). Causal masks and windows go either way, top-left or bottom-right. It has no gradient of LSE, nor one of sinks.
+(adapter.py). Garbage on rows of no sequence is not seen, so inputs go in as they are. Causal masks and windows go either way,
+top-left or bottom-right. It has no gradient of LSE, nor one of sinks.
 
-Its backward wants LSE as [B, Hq, S], so memory grows with the hint max_seqlen_q (default T), not with the batch's own lengths.
+Where queries and keys have metadata of their own, it leaves rows unwritten that see nothing, or that nothing sees: they are zeroed
+by what their metadata says, since no value marks them.
+
+Its backward wants LSE as [B, Hq, S], so memory grows with the hint max_seqlen_q (default T), not with the batch's own lengths; a
+deterministic one takes a workspace of 2 B Hq S^2 bytes as well.
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ from torch import Tensor
 
 from meta_kernels.attention_thd import Call, GradCall
 from thdops.ops.attention_thd import adapter
-from thdops.ops.attention_thd.adapter import Gradients, Peer, Plan, Side
+from thdops.ops.attention_thd.adapter import Gradients, Peer, Plan, Side, loadable
 
 
 class CuDNN(Peer):
@@ -25,23 +30,21 @@ class CuDNN(Peer):
         return adapter.gapless(cu_seqlens, padded, rows)
 
     def forward(self, plan: Plan, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        queries, keys = plan.queries, plan.keys
-        out, lse = ops().sdpa_fwd(queries.clean(q), keys.clean(k), keys.clean(v), **told(plan), return_lse=True)
-        return out, lse.squeeze(2).t().contiguous()
+        out, lse = ops().sdpa_fwd(loadable(q), loadable(k), loadable(v), **told(plan), return_lse=True)
+        lse = lse.squeeze(2).t()
+        if plan.shared:
+            return out, lse
+        blind = ~_reached(plan, len(q), of_queries=True)
+        return out.masked_fill(blind[:, None, None], 0), lse.masked_fill(blind, -torch.inf)
 
     def backward(self, plan: Plan, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> Gradients:
-        queries, keys = plan.queries, plan.keys
-        dq, dk, dv = ops().sdpa_bwd(
-            queries.clean(grad),
-            queries.clean(q),
-            keys.clean(k),
-            keys.clean(v),
-            out,
-            by_sequence(lse, queries.ends, plan.longest_q),
-            **told(plan),
-            is_deterministic=plan.call.deterministic,
-        )
-        return dq, dk, dv, None
+        given = (loadable(x) for x in (grad, q, k, v, out))
+        by_row = by_sequence(lse, plan.queries.ends, plan.longest_q)
+        dq, dk, dv = ops().sdpa_bwd(*given, by_row, **told(plan), is_deterministic=plan.call.deterministic)
+        if plan.shared:
+            return dq, dk, dv, None
+        blind, unseen = ((~_reached(plan, len(x), side))[:, None, None] for x, side in ((q, True), (k, False)))
+        return dq.masked_fill(blind, 0), dk.masked_fill(unseen, 0), dv.masked_fill(unseen, 0), None
 
 
 PEER = CuDNN()
@@ -66,9 +69,7 @@ def ops() -> Any:
 def told(plan: Plan) -> dict[str, Any]:
     """What forward and backward are told alike."""
     call = plan.call
-    beyond = plan.longest_q + plan.longest_kv  # a bound this far excludes nothing
-    left, right = call.window_left, plan.right
-    left, right = -1 if left >= beyond else left, -1 if right >= beyond else right
+    left, right = _bounds(plan)
     return {
         "attn_scale": call.scale,
         "is_causal": call.causal,
@@ -82,6 +83,13 @@ def told(plan: Plan) -> dict[str, Any]:
     }
 
 
+def _bounds(plan: Plan) -> tuple[int, int]:
+    """(left, right) around the diagonal, -1 where nothing is excluded; larger ones would leave 32 bits."""
+    beyond = plan.longest_q + plan.longest_kv
+    left, right = plan.call.window_left, plan.right
+    return -1 if left >= beyond else left, -1 if right >= beyond else right
+
+
 def by_sequence(lse: Tensor, ends: Tensor, longest: int) -> Tensor:
     """[H, T] of gapless rows -> [B, H, S], 0 beyond a sequence and where a row sees no key: there e^(-inf - 0) is 0 as well."""
     offset = torch.arange(longest, device=lse.device)
@@ -89,3 +97,20 @@ def by_sequence(lse: Tensor, ends: Tensor, longest: int) -> Tensor:
     values = lse[:, rows.clamp(max=lse.shape[1] - 1)]
     inside = (rows < ends[1:, None]) & (values != -torch.inf)
     return torch.where(inside, values, 0).transpose(0, 1).contiguous()
+
+
+def _reached(plan: Plan, rows: int, of_queries: bool) -> Tensor:
+    """bool [T]: queries that see a key, or keys that a query sees."""
+    lengths_q, lengths_kv = plan.queries.ends.diff(), plan.keys.ends.diff()
+    before, after = _bounds(plan)
+    shift = lengths_kv - lengths_q if plan.call.bottom_right else torch.zeros_like(lengths_q)
+    own, others = plan.queries, lengths_kv
+    if not of_queries:
+        own, others, shift, before, after = plan.keys, lengths_q, -shift, after, before
+    sequence = torch.ops.thdops.sequence_ids(own.ends, None, rows)
+    inside, sequence = sequence >= 0, sequence.clamp(min=0)
+    diagonal = torch.ops.thdops.positions(own.ends, None, rows, 1, 0) + shift[sequence]
+    last = others[sequence] - 1  # of the other side's rows in the same sequence
+    lowest = diagonal - before if before >= 0 else torch.zeros_like(diagonal)
+    highest = torch.minimum(last, diagonal + after) if after >= 0 else last
+    return inside & (lowest.clamp(min=0) <= highest)
