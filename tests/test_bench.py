@@ -427,6 +427,7 @@ def test_what_peers_took_goes_to_the_op(monkeypatch: pytest.MonkeyPatch, capsys:
     [
         (["--only", "ours", "--cpu"], "--only and --write-table are options of --peers"),
         (["--write-table", "--cpu"], "--only and --write-table are options of --peers"),
+        (["--peers", "--plot", "x.png", "--cpu"], "--plot draws ops beside their baselines"),
         (["--peers", "--write-table", "--cpu"], "--write-table keeps times, and those of --cpu say nothing"),
     ],
 )

@@ -375,6 +375,9 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
     if (args.only or args.write_table) and not args.peers:
         print("bench: --only and --write-table are options of --peers", file=sys.stderr)
         return 2
+    if args.peers and args.plot:
+        print("bench: --plot draws ops beside their baselines; leave it out with --peers", file=sys.stderr)
+        return 2
     if args.write_table and args.cpu:
         print("bench: --write-table keeps times, and those of --cpu say nothing; leave one of them out", file=sys.stderr)
         return 2

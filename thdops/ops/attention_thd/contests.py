@@ -73,26 +73,29 @@ def _exact(share: float) -> _Shape:
 
 
 _MLA = (192, 128)
-_SHAPES = (
-    _Shape("8 x 4096, 32/8, D 128", [4096] * 8),
-    _Shape("2 x 16384, 16/16, D 128", [16384] * 2, (16, 16)),
-    _Shape("128 x 256, 32/8, D 128", [256] * 128),
-    _Shape("8 x 4096, 16/16, D 64", [4096] * 8, (16, 16), (64, 64)),
-    _Shape("8 x 4096, 16/16, D 192/128", [4096] * 8, (16, 16), _MLA),
-    _Shape("documents, mean 600, 65536 rows, 32/8, D 128", _documents(_ROWS)),
-    _Shape("32768 + 500 x 64, 32/8, D 128", [32768] + [64] * 500),
-    _Shape("1 x 131072, 32/8, D 128", [131_072]),
-    _Shape("8 x 4096, 64/8, D 128", [4096] * 8, (64, 8)),
-    _Shape("4 x 4096, 128/128, D 192/128", [4096] * 4, (128, 128), _MLA),
-    _Shape("8 x 4096, 64/8, D 64, sink, window 128", [4096] * 8, (64, 8), (64, 64), window=128, sink=True),
-    _Shape("8 x 4096 + 512 empty, 32/8, D 128", [4096] * 8 + [0] * 512),
-    *(make(share) for share in (0.1, 0.5, 0.9) for make in (_padded, _exact)),
-)
-_CPU_SHAPES = (
-    _Shape("40 + 24, 4/2, D 32", [40, 24], (4, 2), (32, 32)),
-    _Shape("gaps and tail, 2/2, D 24/16", [40, 0, 24], (2, 2), (24, 16), 3, 5),
-    _Shape("sink, window 9, 4/2, D 16", [40, 24], (4, 2), (16, 16), window=9, sink=True),
-)
+
+
+def _shapes(device: torch.device) -> Iterator[_Shape]:
+    if device.type != "cuda":
+        yield _Shape("40 + 24, 4/2, D 32", [40, 24], (4, 2), (32, 32))
+        yield _Shape("gaps and tail, 2/2, D 24/16", [40, 0, 24], (2, 2), (24, 16), 3, 5)
+        yield _Shape("sink, window 9, 4/2, D 16", [40, 24], (4, 2), (16, 16), window=9, sink=True)
+        return
+    yield _Shape("8 x 4096, 32/8, D 128", [4096] * 8)
+    yield _Shape("2 x 16384, 16/16, D 128", [16384] * 2, (16, 16))
+    yield _Shape("128 x 256, 32/8, D 128", [256] * 128)
+    yield _Shape("8 x 4096, 16/16, D 64", [4096] * 8, (16, 16), (64, 64))
+    yield _Shape("8 x 4096, 16/16, D 192/128", [4096] * 8, (16, 16), _MLA)
+    yield _Shape("documents, mean 600, 65536 rows, 32/8, D 128", _documents(_ROWS))
+    yield _Shape("32768 + 500 x 64, 32/8, D 128", [32768] + [64] * 500)
+    yield _Shape("1 x 131072, 32/8, D 128", [131_072])
+    yield _Shape("8 x 4096, 64/8, D 128", [4096] * 8, (64, 8))
+    yield _Shape("4 x 4096, 128/128, D 192/128", [4096] * 4, (128, 128), _MLA)
+    yield _Shape("8 x 4096, 64/8, D 64, sink, window 128", [4096] * 8, (64, 8), (64, 64), window=128, sink=True)
+    yield _Shape("8 x 4096 + 512 empty, 32/8, D 128", [4096] * 8 + [0] * 512)
+    for share in (0.1, 0.5, 0.9):
+        yield _padded(share)
+        yield _exact(share)
 
 
 class _Subject(NamedTuple):
@@ -104,7 +107,7 @@ class _Subject(NamedTuple):
 def contests(device: torch.device) -> Iterator[Contest]:
     """On CPU small shapes by the reference and FlexAttention: there to exercise the machinery, not to be quoted."""
     gpu = device.type == "cuda"
-    for shape in _SHAPES if gpu else _CPU_SHAPES:
+    for shape in _shapes(device):
         yield _contest(shape, "forward", partial(_call, device, shape), _providers(_FORWARD, gpu))
         for direction in ("backward", "backward, deterministic"):
             make = partial(_gradients, device, shape, direction != "backward")
