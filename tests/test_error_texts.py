@@ -399,6 +399,34 @@ thdops::unpermute_tokens_grad(Tensor grad, Tensor? rows, Tensor map, Tensor? wei
     TypeError: unpermute_tokens_grad: rows must be float32, got bfloat16; out has the dtype of rows
   weights of another shape
     ValueError: unpermute_tokens_grad: weights must have the shape of map [6, 2], got [5, 2]; pass one per pair, [T, K]
+thdops::merge_attention(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, ScalarType? dtype=None) -> (Tensor out, Tensor lse)
+  out_a of two dimensions
+    ValueError: merge_attention: out_a must have 3 dimensions [T, H, D], got shape [6, 16]; reshape it
+  integer out_b
+    TypeError: merge_attention: out_b must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  out_b of fewer rows
+    ValueError: merge_attention: out_b must have the shape of out_a [6, 2, 8], got [5, 2, 8]; pass two results for the same queries
+  bf16 lse_a
+    TypeError: merge_attention: lse_a must be float32, got bfloat16; cast it
+  lse_b as [T, H]
+    ValueError: merge_attention: lse_b must have one entry per head and row, [H, T] = [2, 6], got [6, 2]; transpose it where it is [T, H]
+  integer dtype
+    TypeError: merge_attention: dtype must be float32 or bfloat16 or float16, got int64 on cpu; pass another, or None
+thdops::merge_attention_grad(Tensor? grad_out, Tensor? grad_lse, Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b) -> (Tensor grad_a, Tensor grad_lse_a, Tensor grad_b, Tensor grad_lse_b)
+  out_a of two dimensions
+    ValueError: merge_attention_grad: out_a must have 3 dimensions [T, H, D], got shape [6, 16]; reshape it
+  integer out_b
+    TypeError: merge_attention_grad: out_b must be float32 or bfloat16 or float16, got int32 on cpu; cast it
+  out_b of fewer rows
+    ValueError: merge_attention_grad: out_b must have the shape of out_a [6, 2, 8], got [5, 2, 8]; pass two results for the same queries
+  bf16 lse_a
+    TypeError: merge_attention_grad: lse_a must be float32, got bfloat16; cast it
+  lse_b as [T, H]
+    ValueError: merge_attention_grad: lse_b must have one entry per head and row, [H, T] = [2, 6], got [6, 2]; transpose it where it is [T, H]
+  grad_out of another width
+    ValueError: merge_attention_grad: grad_out must have the shape of out_a [6, 2, 8], got [6, 2, 7]; pass out's gradient
+  grad_lse as [T, H]
+    ValueError: merge_attention_grad: grad_lse must have one entry per head and row, [H, T] = [2, 6], got [6, 2]; transpose it where it is [T, H]
 thdops::zero_fill(Tensor x, Tensor cu_seqlens, Tensor? cu_seqlens_padded=None) -> Tensor
   cu_seqlens of a float dtype
     TypeError: zero_fill: cu_seqlens must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
@@ -1053,6 +1081,35 @@ unpermute_tokens_grad
   transposed gradient: float32[18, 5], float32[9, 2]
   expanded gradient: float32[18, 5], float32[9, 2]
   no row: float32[0, 8], float32[0, 2]
+merge_attention
+  fp32: float32[19, 3, 16], float32[3, 19]
+  bf16, other sizes: bfloat16[22, 4, 24], float32[4, 22]
+  fp16, odd head dim: float16[9, 2, 5], float32[2, 9]
+  fp32 so far, bf16 added: float32[19, 2, 16], float32[2, 19]
+  fp32 so far, bf16 added and wanted: bfloat16[19, 2, 16], float32[2, 19]
+  bf16 parts, fp32 wanted: float32[19, 2, 16], float32[2, 19]
+  wider than a block: float32[5, 2, 264], float32[2, 5]
+  many rows, one head: float32[300, 1, 8], float32[1, 300]
+  no row: float32[0, 2, 16], float32[2, 0]
+  no head: float32[6, 0, 16], float32[0, 6]
+  sliced rows and heads, an LSE stored [T, H]: float32[9, 3, 16], float32[3, 9]
+  slices of one buffer: float32[18, 4, 16], float32[4, 18]
+  expanded: float32[18, 4, 16], float32[4, 18]
+  fp64: float64[7, 2, 16], float64[2, 7]
+merge_attention_grad
+  fp32: float32[19, 3, 16], float32[3, 19], float32[19, 3, 16], float32[3, 19]
+  bf16, other sizes: bfloat16[22, 4, 24], float32[4, 22], bfloat16[22, 4, 24], float32[4, 22]
+  fp16, odd head dim: float16[9, 2, 5], float32[2, 9], float16[9, 2, 5], float32[2, 9]
+  fp32 so far, bf16 added: float32[19, 2, 16], float32[2, 19], bfloat16[19, 2, 16], float32[2, 19]
+  fp32 so far, bf16 added and wanted: float32[19, 2, 16], float32[2, 19], bfloat16[19, 2, 16], float32[2, 19]
+  bf16 parts, fp32 wanted: bfloat16[19, 2, 16], float32[2, 19], bfloat16[19, 2, 16], float32[2, 19]
+  wider than a block: float32[5, 2, 264], float32[2, 5], float32[5, 2, 264], float32[2, 5]
+  many rows, one head: float32[300, 1, 8], float32[1, 300], float32[300, 1, 8], float32[1, 300]
+  no row: float32[0, 2, 16], float32[2, 0], float32[0, 2, 16], float32[2, 0]
+  no head: float32[6, 0, 16], float32[0, 6], float32[6, 0, 16], float32[0, 6]
+  sliced rows and heads, an LSE stored [T, H]: float32[9, 3, 16], float32[3, 9], float32[9, 3, 16], float32[3, 9]
+  slices of one buffer: float32[18, 4, 16], float32[4, 18], float32[18, 4, 16], float32[4, 18]
+  expanded: float32[18, 4, 16], float32[4, 18], float32[18, 4, 16], float32[4, 18]
 zero_fill
   fp32 [T], no padding: float32[16]
   fp32 [T, D], tail: float32[23, 16]

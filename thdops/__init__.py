@@ -12,6 +12,7 @@ from thdops.ops.attention_thd.op import attention, attention_backends
 from thdops.ops.aux_loss.op import moe_aux_loss
 from thdops.ops.balancing.op import expert_bias_update, moe_seq_aux_loss, moe_z_loss, tokens_per_expert
 from thdops.ops.dispatch.op import permute_tokens, unpermute_tokens
+from thdops.ops.merge.op import merge_attention
 from thdops.ops.padding.op import (
     compact_rows,
     cu_seqlens_from_lengths,
@@ -41,6 +42,7 @@ __all__ = [
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_positions",
     "expert_bias_update",
+    "merge_attention",
     "moe_aux_loss",
     "moe_seq_aux_loss",
     "moe_z_loss",
