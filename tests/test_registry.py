@@ -182,8 +182,8 @@ def test_a_registry_names_what_it_has() -> None:
 
 
 def test_every_public_function_has_its_op() -> None:
-    """Two are the identity around one, `attention_backends` computes nothing, losses from sums are plain PyTorch."""
-    without_op = {"attach_loss", "zero_fill_grad", "attention_backends", "aux_loss_from_sums", "z_loss_from_sums"}
+    """Two are the identity around one, two compute nothing, losses from sums are plain PyTorch."""
+    without_op = {"attach_loss", "zero_fill_grad", "attention_backends", "save_ops", "aux_loss_from_sums", "z_loss_from_sums"}
     functions = {n for n in thdops.__all__ if callable(getattr(thdops, n)) and not isinstance(getattr(thdops, n), type)}
     assert functions - {spec.name for spec in REGISTRY} == without_op
 

@@ -7,6 +7,7 @@ op is first called on CUDA.
 from __future__ import annotations
 
 from thdops._version import __version__
+from thdops.checkpointing import save_ops
 from thdops.ops.attach.op import attach_loss
 from thdops.ops.attention_thd.op import attention, attention_backends
 from thdops.ops.aux_loss.op import moe_aux_loss
@@ -52,6 +53,7 @@ __all__ = [
     "router",
     "router_scores",
     "router_topk",
+    "save_ops",
     "sequence_ids",
     "slice_cu_seqlens",
     "tokens_per_expert",

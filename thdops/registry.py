@@ -28,6 +28,8 @@ from torch import Tensor
 from torch._library.autograd import Info, make_autograd_impl
 from torch.autograd import forward_ad
 
+from thdops.flop_counter import register_formula
+
 __all__ = [
     "Bench",
     "Contest",
@@ -149,9 +151,9 @@ class Outcome:
 class OpSpec:
     """Everything about one op. Pieces that disagree are refused by `register()`.
 
-    `check`, `fake`, `reference`, `eager`, `traced` and the CUDA launcher all take exactly the schema's arguments, by the same
-    names, in the same order, with the same defaults. `check` raises `TypeError` or `ValueError`; `fake` allocates what the launcher
-    allocates. `reference` is eager PyTorch on any device and dtype (fp64 included), differentiable by autograd, and the
+    `check`, `fake`, `reference`, `eager`, `traced`, `flops` and the CUDA launcher all take exactly the schema's arguments, by the
+    same names, in the same order, with the same defaults. `check` raises `TypeError` or `ValueError`; `fake` allocates what the
+    launcher allocates. `reference` is eager PyTorch on any device and dtype (fp64 included), differentiable by autograd, and the
     specification. `cuda` is "module:function", imported when it is first called.
     """
 
@@ -187,6 +189,10 @@ class OpSpec:
     """For `bench --peers --write-table`: keep what the contests found, with its circumstances, where the op chooses by it."""
     launcher_checks: bool = False
     """The CUDA launcher calls `check` itself, once per kind of arguments, where checking at every call would cost too much."""
+    flops: Callable[..., int] | None = None
+    """What `torch.utils.flop_counter` counts for a call, from its arguments; it may be counted under fake tensors and capture."""
+    save: bool = False
+    """Selective activation checkpointing should keep the results: they take long to compute and little to hold."""
     deterministic: bool = True
     graph_safe: bool = True
     pads_zeroed: bool = False
@@ -248,6 +254,8 @@ def register(spec: OpSpec, registry: Registry) -> torch._ops.OpOverload:
     op = registry.op(spec.name)
     if not spec.mutates:
         library.impl(spec.name, _autograd_kernel(spec, op), "Autograd", with_keyset=True)
+    if spec.flops is not None:
+        register_formula(op._overloadpacket, spec.flops)
     # torch.ops keeps the op, so the op keeps its registry: calling an op whose library is gone would crash the process.
     vars(op)["thdops_registry"] = registry
     return op
@@ -299,7 +307,7 @@ def _checked_schema(qualified: str, spec: OpSpec, registry: Registry) -> torch._
         raise disagree("pads_zeroed is promised but the spec has no padding function, so nothing could check it")
     if not _LAUNCHER.match(spec.cuda):
         raise disagree(f"cuda must read 'module:function', got {spec.cuda!r}")
-    optional = [piece for piece in ("eager", "traced") if getattr(spec, piece)]
+    optional = [piece for piece in ("eager", "traced", "flops") if getattr(spec, piece)]
     for piece in ("check", "fake", "reference", *optional):
         difference = _signature_difference(schema, getattr(spec, piece))
         if difference:

@@ -15,7 +15,7 @@ from meta_kernels import attention_thd as contract
 from meta_kernels.attention_thd import Call
 from meta_kernels.contract import check_tensors, refusal
 from thdops.namespace import REGISTRY
-from thdops.ops.attention_thd import contests, measured, reference, samples
+from thdops.ops.attention_thd import contests, flops, measured, reference, samples
 from thdops.registry import OpSpec, register
 
 _ALIGNMENTS = ("top_left", "bottom_right")
@@ -267,6 +267,7 @@ def _spec(name: str, schema: str, summary: str, **rest: Any) -> None:
             pads_zeroed=True,
             backends=("triton", "fa4", "cudnn", "torch", "reference"),
             eager=getattr(reference, f"{name}_eager"),
+            flops=getattr(flops, name),
             # The backward computes P again as e^(S - LSE): what LSE was rounded by is a relative error of P.
             roundings=4.0,
             **rest,
@@ -284,6 +285,7 @@ _spec(
     no_gradient=("max_logit",),
     contests=contests.contests,
     write_table=contests.write_table,
+    save=True,
 )
 _spec(
     "attention_grad",

@@ -401,6 +401,7 @@ _spec(
     setup_context=_save_topk,
     backward=_topk_backward,
     no_gradient=("expert_bias",),
+    save=True,
 )
 _spec(
     "router_topk_grad",
@@ -416,6 +417,7 @@ _spec(
     samples_scores,
     setup_context=_save_scores,
     backward=_scores_backward,
+    save=True,
 )
 _spec(
     "router_scores_grad",
@@ -435,6 +437,7 @@ _spec(
     setup_context=_save_router,
     backward=_router_backward,
     no_gradient=("expert_bias", "total_num_tokens_tensor", "aux_coeff_tensor", "z_coeff_tensor", "coefficients"),
+    save=True,
 )
 _spec(
     "router_grad",
