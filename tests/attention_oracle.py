@@ -17,7 +17,7 @@ from thdops.ops.layouts import prefix_sums
 
 CPU = torch.device("cpu")
 DETERMINISTIC: Any = torch.utils.deterministic  # `fill_uninitialized_memory` is a property of the module: unknown to type checkers
-DEVICES = [pytest.param("cpu", id="reference"), pytest.param("cuda", id="torch", marks=pytest.mark.gpu)]
+DEVICES = [pytest.param("cpu", id="reference"), pytest.param("cuda", id="native", marks=pytest.mark.gpu)]
 
 
 class Batch(NamedTuple):
@@ -164,8 +164,9 @@ def computed(case: Case, given: Numbers, device: str = "cpu", **more: Any) -> An
     inputs: list[Any] = [None if x is None else x.detach().to(device).requires_grad_() for x in given[:4]]
     q, k, v, sink = inputs
     metadata, options = case.arguments(device)
-    max_logit = device == "cpu" or options.get("backend") == "reference"
-    results = thdops.attention(q, k, v, *metadata, sink=sink, return_lse=True, return_max_logit=max_logit, **{**options, **more})
+    options = {**options, **more}
+    max_logit = options.get("backend") != "torch"
+    results = thdops.attention(q, k, v, *metadata, sink=sink, return_lse=True, return_max_logit=max_logit, **options)
     out, lse = results[:2]
     leaves = [x for x in inputs if x is not None]
     gradients = torch.autograd.grad((out, lse), leaves, (given.grad_out.to(device), given.grad_lse.to(device)))

@@ -459,7 +459,7 @@ def test_the_table_is_written_read_and_obeyed(hopper: None, tmp_path: Path, monk
     assert list(measured.order(_on_cuda(sequences=16))) == ["torch", "cudnn", "native", "fa4"]
     assert measured.choose(_on_cuda(sequences=2)) == "fa4"
     assert measured.choose(_on_cuda(sequences=16)) == "torch"
-    assert measured.choose(_on_cuda(sequences=2, return_max_logit=True)) == ""
+    assert measured.choose(_on_cuda(sequences=2, return_max_logit=True)) == "native"
     assert measured.order(_on_cuda(dims=(64, 64)))[0] == "native"
     assert measured.order(_on_cuda(window_left=5))[0] == "native"
     monkeypatch.setattr(measured, "capability", lambda index: (10, 0))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -282,8 +283,8 @@ def test_strides_of_fake_and_real_results_case_27(device: str) -> None:
     }
     cu, padded = GAPS.metadata(device)
     spec = REGISTRY["attention"]
-    backend = "reference" if device == "cpu" else "torch"
-    for q, k, v in views.values():
+    backends = ["reference"] if device == "cpu" else ["native", "torch"]
+    for (q, k, v), backend in itertools.product(views.values(), backends):
         args = Call(q, k, v, cu, padded, None, None, None, True, False, -1, -1, 0.25, "vanilla", 0.0, 0, 0, False, backend, False)
         real, fake = torch.ops.thdops.attention(*args), spec.fake(*args)
         assert [x.stride() for x in real] == [x.stride() for x in fake]
@@ -314,7 +315,7 @@ def test_the_adapter_needs_the_hint_and_compiles_once_more_for_all_its_values_ca
 
     @torch.compile(backend=counter, fullgraph=True)
     def step(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> Tensor:
-        return thdops.attention(q, k, v, cu, causal=True, max_seqlen_q=longest, max_seqlen_kv=longest)
+        return thdops.attention(q, k, v, cu, causal=True, max_seqlen_q=longest, max_seqlen_kv=longest, backend="torch")
 
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     cu = prefix_sums([100, 128, 50], torch.device("cuda"))

@@ -68,8 +68,8 @@ def launch_as(
 ) -> None:
     """`launch` for a caller that knows a key which determines all that specialises the kernel.
 
-    That is: the kernel, `constexprs`, `num_warps`, `registers`, `stages`, the dtype and 16-byte alignment of each tensor, which integers need
-    64 bits and, for integers inside a tuple, which are 1 or multiples of 16.
+    That is: the kernel, `constexprs`, `num_warps`, `registers`, `stages`, the dtype and 16-byte alignment of each tensor, which
+    integers need 64 bits and, for integers inside a tuple, which are 1 or multiples of 16.
     """
     if 0 in grid:
         return

@@ -26,7 +26,7 @@ from thdops.ops.attention_thd.kernels_tiles import tile_table
 from thdops.ops.launch import launch, multiprocessors
 
 
-class _Shape(NamedTuple):
+class Blocks(NamedTuple):
     """How a kernel is cut: query rows and key rows of a block, warps, stages of the loads' pipeline."""
 
     queries: int
@@ -35,14 +35,17 @@ class _Shape(NamedTuple):
     stages: int
 
 
+_BLOCKS_FP32 = Blocks(32, 32, 4, 1)
+
+
 def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out [Tq, Hq, Dv], lse fp32 [Hq, Tq], max_logit fp32 [Hq] or [0]). Padding rows: out 0, lse -inf."""
     out, lse, max_logit = contract.fake_attention(*call)
     if call.return_max_logit:
         max_logit.fill_(-math.inf)
     q, k, v = (_loadable(x) for x in call[:3])
-    shape = _forward_shape(call)
-    tiles, counts = _query_tiles(call, shape.queries)
+    blocks = _forward_blocks(call)
+    tiles, counts = _query_tiles(call, blocks.queries)
     unit, *strides = _strides(q, k, v)
     negative, factor = call.scale < 0, max(abs(call.scale), 1e-30)  # as good as 0, and keeps -inf * 0 away
     _persistent(
@@ -51,7 +54,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
         (*strides, q.shape[0], q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
         (factor if call.softcap else factor * LOG2E.value, call.softcap),
         (negative, *_widths(call), *_bounded(call), call.softmax, call.softcap != 0, call.return_max_logit, unit),
-        shape,
+        blocks,
     )
     return out, lse, max_logit
 
@@ -62,8 +65,8 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v = (_loadable(x) for x in call[2:5])
     grad_out = _loadable(q.new_zeros(()).expand(call.out.shape) if call.grad_out is None else call.grad_out)
     lse = call.lse.contiguous()
-    shape = _queries_shape(call)
-    tiles, counts = _query_tiles(call, shape.queries)
+    blocks = _queries_blocks(call)
+    tiles, counts = _query_tiles(call, blocks.queries)
     delta = _delta(call, grad_out, lse, tiles, counts)
     if call.sink is not None:
         launch(sink_grad_kernel, (q.shape[1], 1, 1), (call.sink, lse, delta, dsink, q.shape[0]), (1024,), 8)
@@ -81,17 +84,17 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         (*strides, heads, heads // heads_kv, before, behind),
         factors,
         (*_widths(call), left, right, call.softcap != 0, unit),
-        shape,
+        blocks,
     )
-    shape = _keys_shape(call)
+    blocks = _keys_blocks(call)
     # Seen from a key, queries stand on the other side of the diagonal.
     _persistent(
         attention_grad_keys_kernel,
-        (*operands, dk, dv, *_key_tiles(call, shape.keys)),
+        (*operands, dk, dv, *_key_tiles(call, blocks.keys)),
         (*strides, heads_kv, heads // heads_kv, behind, before),
         factors,
         (*_widths(call), right, left, call.softcap != 0, unit),
-        shape,
+        blocks,
     )
     return dq, dk, dv, dsink
 
@@ -119,7 +122,7 @@ def _persistent(
     numbers: tuple[int, ...],
     factors: tuple[float, ...],
     flags: tuple[Any, ...],
-    shape: _Shape,
+    blocks: Blocks,
 ) -> None:
     """Launch at least as many programs as the GPU holds at once; those that come later find no work."""
     at_once = multiprocessors(tensors[0].get_device()) * 3
@@ -127,13 +130,13 @@ def _persistent(
         kernel,
         (at_once, 1, 1),
         (*tensors, *numbers, *factors),
-        (*flags, shape.queries, shape.keys),
-        shape.warps,
-        stages=shape.stages,
+        (*flags, blocks.queries, blocks.keys),
+        blocks.warps,
+        stages=blocks.stages,
     )
 
 
-# --- metadata -----------------------------------------------------------------------------------------------------------------------
+# --- metadata ------------------------------------------------------------------------------------------------------------------
 
 
 def _query_tiles(call: Call | GradCall, block: int) -> tuple[Tensor, Tensor]:
@@ -158,7 +161,7 @@ def _bounded(call: Call | GradCall) -> tuple[bool, bool]:
     return call.window_left >= 0, call.causal or call.window_right >= 0
 
 
-# --- operands -----------------------------------------------------------------------------------------------------------------------
+# --- operands ------------------------------------------------------------------------------------------------------------------
 
 
 def _loadable(x: Tensor) -> Tensor:
@@ -179,7 +182,7 @@ def _widths(call: Call | GradCall) -> tuple[int, ...]:
     return dim, *parts(dim), dim_v, *parts(dim_v)
 
 
-# --- shapes -------------------------------------------------------------------------------------------------------------------------
+# --- blocks --------------------------------------------------------------------------------------------------------------------
 
 
 def _width(call: Call | GradCall) -> int:
@@ -188,26 +191,25 @@ def _width(call: Call | GradCall) -> int:
     return max(sum(qk), first + second)
 
 
-def _forward_shape(call: Call) -> _Shape:
+def _forward_blocks(call: Call) -> Blocks:
     if call.q.dtype == torch.float32:
-        return _Shape(32, 32, 4, 1)
+        return _BLOCKS_FP32
     width = _width(call)
     if width <= 64:
-        return _Shape(128, 64, 4, 3)
-    return _Shape(128, 64, 8, 3 if width <= 128 else 2)
+        return Blocks(128, 64, 4, 3)
+    return Blocks(128, 64, 8, 3 if width <= 128 else 2)
 
 
-def _keys_shape(call: GradCall) -> _Shape:
+def _keys_blocks(call: GradCall) -> Blocks:
     if call.q.dtype == torch.float32:
-        return _Shape(32, 32, 4, 1)
+        return _BLOCKS_FP32
     width = _width(call)
     if width <= 64:
-        return _Shape(64, 64, 4, 2)
-    return _Shape(32, 128 if width <= 128 else 64, 8, 2)
+        return Blocks(64, 64, 4, 2)
+    return Blocks(32, 128 if width <= 128 else 64, 8, 2)
 
 
-def _queries_shape(call: GradCall) -> _Shape:
+def _queries_blocks(call: GradCall) -> Blocks:
     if call.q.dtype == torch.float32:
-        return _Shape(32, 32, 4, 1)
-    width = _width(call)
-    return _Shape(128, 64, 8, 2 if width <= 128 else 1)
+        return _BLOCKS_FP32
+    return Blocks(128, 64, 8, 2 if _width(call) <= 128 else 1)

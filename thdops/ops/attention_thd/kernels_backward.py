@@ -29,7 +29,7 @@ from thdops.ops.attention_thd.kernels_blocks import (
     zeros,
 )
 
-# --- what both kernels need of a query row ----------------------------------------------------------------------------------------
+# --- what both kernels need of a query row -------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["out_row", "out_head", "grad_row", "grad_head", "grad_lse_head", "grad_lse_row", "total", "heads"])
@@ -108,7 +108,7 @@ def _in_powers_of_two(logits, factor, softcap, SOFTCAP: tl.constexpr):
         return logits * factor, logits
 
 
-# --- dk and dv ----------------------------------------------------------------------------------------------------------------------
+# --- dk and dv -----------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(
@@ -245,7 +245,7 @@ def _add_queries(
     return weighted(grads[0], tl.trans(slopes.to(q_block[0].dtype)), q_block), dv
 
 
-# --- dq -----------------------------------------------------------------------------------------------------------------------------
+# --- dq ------------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(

@@ -27,7 +27,7 @@ def load_rows(x, stride, rows, kept, D: tl.constexpr, D1: tl.constexpr, D2: tl.c
     """`rows` (int32 [R], counted from the pointer `x`) of a matrix of width D; rows that are not `kept` are 0. ALL: all are."""
     first = (_load_part(x, stride, rows, kept, D, 0, D1, ALL),)
     if D2 > 0:
-        first = first + (_load_part(x, stride, rows, kept, D, D1, D2, ALL),)  # noqa: RUF005 - the compiler has no unpacking
+        first = first + (_load_part(x, stride, rows, kept, D, D1, D2, ALL),)
     return first
 
 
@@ -60,7 +60,7 @@ def zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     """fp32 accumulators of a block of rows."""
     first = (tl.zeros([ROWS, D1], tl.float32),)
     if D2 > 0:
-        first = first + (tl.zeros([ROWS, D2], tl.float32),)  # noqa: RUF005
+        first = first + (tl.zeros([ROWS, D2], tl.float32),)
     return first
 
 
@@ -69,7 +69,7 @@ def scaled(x, factor):
     """Every part times `factor` ([R] or a scalar that is broadcast to it)."""
     first = (x[0] * factor[:, None],)
     if len(x) > 1:
-        first = first + (x[1] * factor[:, None],)  # noqa: RUF005
+        first = first + (x[1] * factor[:, None],)
     return first
 
 
@@ -78,7 +78,7 @@ def negated(x):
     """Every part with its sign changed, exactly."""
     first = (-x[0],)
     if len(x) > 1:
-        first = first + (-x[1],)  # noqa: RUF005
+        first = first + (-x[1],)
     return first
 
 
@@ -87,7 +87,7 @@ def chosen(kept, x):
     """Every part where `kept` ([R]), +0.0 elsewhere."""
     first = (tl.where(kept[:, None], x[0], 0.0),)
     if len(x) > 1:
-        first = first + (tl.where(kept[:, None], x[1], 0.0),)  # noqa: RUF005
+        first = first + (tl.where(kept[:, None], x[1], 0.0),)
     return first
 
 
@@ -106,13 +106,16 @@ def weighted(total, weights, x):
     weights = weights.to(x[0].dtype)
     first = (tl.dot(weights, x[0], total[0], input_precision="ieee"),)
     if len(x) > 1:
-        first = first + (tl.dot(weights, x[1], total[1], input_precision="ieee"),)  # noqa: RUF005
+        first = first + (tl.dot(weights, x[1], total[1], input_precision="ieee"),)
     return first
 
 
 @triton.jit
 def capped(logits, scale, softcap):
-    """softcap * tanh(scale * logits / softcap) in powers of two, and the tanh. Small arguments by series: 1 - 2 / (e^2x + 1) rounds."""
+    """softcap * tanh(scale * logits / softcap) in powers of two, and the tanh.
+
+    Small arguments by series, where 1 - 2 / (e^2x + 1) loses all digits.
+    """
     x = logits * (scale / softcap)
     square = x * x
     series = x + x * square * (-1 / 3 + square * (2 / 15 + square * (-17 / 315 + square * (62 / 2835))))

@@ -2,7 +2,7 @@
 
 T rows, H heads, D head dims, BM query rows of a tile, BN keys of a block. A program takes one work item after the other, a tile of
 queries (`kernels_tiles.py`) and a head, until none is left: empty sequences are no work, and sequences need no longest length.
-It walks over the keys that the tile sees in blocks, with the running maximum m, sum l and weighted values of the online softmax;
+It walks over the keys that the tile sees in blocks, with the running maximum, sum and weighted values of the online softmax;
 blocks that every row sees whole take no mask. Rows of padding get their zeros, and an LSE of -inf, in the same store as the rest.
 """
 
@@ -95,14 +95,14 @@ def attention_forward_kernel(
         k_here = k + other_row * k_row + kv_head * k_head
         v_here = v + other_row * v_row + kv_head * v_head
 
-        m, l = _initial(sink, head, SOFTMAX, BM)
+        m, total = _initial(sink, head, SOFTMAX, BM)
         values = zeros(BM, DV1, DV2)
         largest = tl.full([BM], -float("inf"), tl.float32)
         queries = load_rows(q_here, q_row, rows, rows < valid, DQK, DQK1, DQK2, False)
         if NEGATIVE:
             queries = negated(queries)
         edges = bounds(position, valid, others, before, behind, LEFT, RIGHT, BN)
-        state = (m, l, values, largest)
+        state = (m, total, values, largest)
         for section in tl.static_range(0 if LEFT else 1, 3):
             for first in range(edges[section], edges[section + 1], BN):
                 if section == 1:
@@ -115,13 +115,13 @@ def attention_forward_kernel(
                 weights, state = _softmax(inner(queries, keys), mask, state, factor, softcap, SOFTCAP, MAX_LOGIT)
                 block = load_rows(v_here + first * v_row, v_row, here, kept, DV, DV1, DV2, section == 1)
                 state = (state[0], state[1], weighted(state[2], weights, block), state[3])
-        m, l, values, largest = state
+        m, total, values, largest = state
 
-        some = (rows < valid) & (l > 0)
-        result = chosen(some, scaled(values, 1 / tl.where(some, l, 1.0)))
+        some = (rows < valid) & (total > 0)
+        result = chosen(some, scaled(values, 1 / tl.where(some, total, 1.0)))
         store_rows(out + (row * heads + head) * DV, heads.to(tl.int64) * DV, rows, rows < owned, result, DV, DV1)
         at = lse + head.to(tl.int64) * total_q + row + rows
-        tl.store(at, tl.where(some, (m + tl.log2(l)) * LN2, -float("inf")), mask=rows < owned)
+        tl.store(at, tl.where(some, (m + tl.log2(total)) * LN2, -float("inf")), mask=rows < owned)
         if MAX_LOGIT:
             top = tl.max(tl.where(rows < valid, largest, -float("inf")), 0)
             tl.atomic_max(max_logit + head, top * LN2, sem="relaxed")  # a maximum is the same in every order
@@ -130,7 +130,7 @@ def attention_forward_kernel(
 
 @triton.jit
 def _initial(sink, head, SOFTMAX: tl.constexpr, BM: tl.constexpr):
-    """m and l of rows that have seen nothing but their sink."""
+    """Maximum and sum of rows that have seen nothing but their sink."""
     if SOFTMAX == "vanilla":
         return tl.full([BM], -float("inf"), tl.float32), tl.zeros([BM], tl.float32)
     elif SOFTMAX == "off_by_one":
@@ -141,12 +141,12 @@ def _initial(sink, head, SOFTMAX: tl.constexpr, BM: tl.constexpr):
 
 @triton.jit
 def _softmax(logits, mask, state, factor, softcap, SOFTCAP: tl.constexpr, MAX_LOGIT: tl.constexpr):
-    """One step of the online softmax: the block's weights, and (m, l, values, largest) brought to the new maximum.
+    """One step of the online softmax: the block's weights, and (m, total, values, largest) brought to the new maximum.
 
     `factor` is above 0, so the largest logit stays the largest when it is multiplied: behind the maximum, one product and
     difference an element is all that stands before exp2.
     """
-    m, l, values, largest = state
+    m, total, values, largest = state
     if SOFTCAP:
         logits, _ = capped(logits, factor, softcap)
         factor = 1.0
@@ -161,4 +161,4 @@ def _softmax(logits, mask, state, factor, softcap, SOFTCAP: tl.constexpr, MAX_LO
         shift = tl.where(new == -float("inf"), 0.0, new)  # rows that have seen nothing: -inf - -inf is NaN
     weights = tl.exp2(logits * factor - shift[:, None])
     decay = tl.exp2(m - shift)
-    return weights, (new, l * decay + tl.sum(weights, 1), scaled(values, decay), largest)
+    return weights, (new, total * decay + tl.sum(weights, 1), scaled(values, decay), largest)

@@ -1,0 +1,347 @@
+"""The native attention kernels: tiles, sections of blocks, every feature against a loop over rows, random layouts, full sizes.
+
+On CPU they run in Triton's interpreter in fp32, cut into blocks so small that every sequence has several, and every address is
+held against the tensors' memory. On a GPU they are called as ops.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from attention_oracle import (
+    BEFORE,
+    FEWER_KEYS,
+    GAPS,
+    KEYS,
+    MASKS,
+    QUERIES,
+    SOFTMAX,
+    Answers,
+    Batch,
+    Case,
+    Numbers,
+    check_padding,
+    compare,
+    computed,
+    from_offsets,
+    numbers,
+    oracle,
+    poisoned,
+)
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import thdops
+from meta_kernels.attention_thd import GradCall
+from thdops.conformance.interpreter import guarded_memory, why_not
+from thdops.ops.attention_thd import op as attention_op
+from thdops.ops.layouts import prefix_sums
+
+CUDA = torch.cuda.is_available()
+interpreted = pytest.mark.skipif(not CUDA and why_not() != "", reason=why_not() or "interpreted")
+
+LONG = Batch([37, 0, 20, 1], [40, 3, 20, 5], 75, before=2)
+LONG_KEYS = Batch([20, 4, 35, 0], [21, 8, 40, 0], 70)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    if why_not() == "" and not CUDA:
+        from thdops.ops.attention_thd import kernels
+
+        monkeypatch.setattr(kernels, "_BLOCKS_FP32", kernels.Blocks(16, 16, 4, 1))
+
+
+def native(case: Case, given: Numbers, **more: Any) -> Answers:
+    """What the native kernels give, fp32; padding rows are checked to be exact on the way."""
+    if CUDA:
+        return computed(case, given, "cuda", backend="native", **more)
+    from thdops.ops.attention_thd import kernels
+
+    metadata, options = case.arguments("cpu")
+    names = ("cu_seqlens_q", "cu_seqlens_kv")
+    call = attention_op._call(
+        *given[:3], **dict(zip(names, metadata, strict=False)), sink=given.sink, return_max_logit=True, **{**options, **more}
+    )
+    with guarded_memory([x for x in (*call, *given) if isinstance(x, Tensor)]):
+        out, lse, max_logit = kernels.attention(call)
+        grad = GradCall(given.grad_out, given.grad_lse, *call[:3], out, lse, *call[3:19])
+        dq, dk, dv, dsink = kernels.attention_grad(grad)
+    gradients = (dq, dk, dv) if given.sink is None else (dq, dk, dv, dsink)
+    answers = Answers(out, lse, max_logit, gradients)
+    check_padding(case, answers)
+    return answers
+
+
+def holds(case: Case, seed: int = 0) -> None:
+    """Against the oracle; and with NaN or Inf on padding rows, the same bits."""
+    given = numbers(case, torch.float32, seed)
+    answers = native(case, given, deterministic=True)
+    compare(answers, oracle(case, given), torch.float32)
+    for value in (torch.nan, torch.inf):
+        again = native(case, poisoned(case, given, value), deterministic=True)
+        for a, b in zip((again.out, again.lse, *again.gradients), (answers.out, answers.lse, *answers.gradients), strict=True):
+            assert torch.equal(a, b)
+
+
+@interpreted
+@pytest.mark.parametrize("softmax", SOFTMAX)
+@pytest.mark.parametrize(
+    "mask", {**MASKS, "many blocks": {"window": (24, 20)}, "causal, many blocks": {"causal": True, "window": (18, -1)}}
+)
+@pytest.mark.parametrize("alignment", ["self", "top_left", "bottom_right"])
+def test_every_feature_over_several_blocks(alignment: str, mask: str, softmax: str) -> None:
+    options = {**MASKS.get(mask, {"window": (24, 20) if mask == "many blocks" else (18, -1)}), **SOFTMAX[softmax]}
+    case = (
+        Case(LONG, options=options)
+        if alignment == "self"
+        else Case(LONG, LONG_KEYS, options={**options, "causal_alignment": alignment})
+    )
+    given = numbers(case, torch.float32)
+    compare(native(case, given), oracle(case, given), torch.float32)
+
+
+@interpreted
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2)], ids=str)
+@pytest.mark.parametrize("dims", [(16, 16), (24, 16), (16, 40), (48, 32), (104, 72)], ids=str)
+def test_heads_and_widths_of_one_and_two_parts(heads: tuple[int, int], dims: tuple[int, int]) -> None:
+    holds(Case(LONG, heads=heads, dims=dims, options={"causal": True}))
+
+
+@interpreted
+@pytest.mark.parametrize("scale", [-0.4, 0.0, 3.0])
+def test_scales_of_any_sign(scale: float) -> None:
+    case = Case(LONG, options={"causal": True, "scale": scale})
+    given = numbers(case, torch.float32)
+    expected = oracle(case._replace(options={"causal": True, "scale": scale or 1e-30}), given)
+    compare(native(case, given), expected, torch.float32)
+
+
+@interpreted
+def test_reported_layouts() -> None:
+    """Cases 3, 7, 8, 9, 11, 12 and 16 on these kernels: gaps, slots of length zero, garbage on padding, one row a sequence."""
+    bottom_right = {"causal": True, "causal_alignment": "bottom_right"}
+    for case in (
+        Case(from_offsets([0, 1, 2, 3, 7, 10, 12, 13, 14], [0, 1, 2, 4, 8, 12, 14, 15, 16], 18), options={"causal": True}),
+        Case(Batch([5, 3, 6, 0], None, 16), options={"causal": True}),
+        Case(from_offsets([0, 3, 5, 9], [0, 4, 8, 13], 15)),
+        Case(Batch([1, 0, 1], None, 2), Batch([3, 0, 5], None, 8), heads=(9, 3), options=bottom_right),
+        Case(*FEWER_KEYS, options=bottom_right),
+        Case(QUERIES, KEYS, options={"softmax": "learnable", "window": (0, 0)}),
+        Case(Batch([0] * 40 + [9] + [0] * 40 + [4], None, 13), options={"causal": True}),
+        Case(GAPS),
+        Case(BEFORE, options={"causal": True}),
+    ):
+        holds(case)
+
+
+@interpreted
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_random_layouts(data: st.DataObject) -> None:
+    sequences = data.draw(st.integers(0, 4))
+    draw = lambda high: data.draw(st.lists(st.integers(0, high), min_size=sequences, max_size=sequences))  # noqa: E731
+
+    def side() -> Batch:
+        lengths, gaps = draw(40), draw(5)
+        before, tail = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 4))
+        padded = [length + gap for length, gap in zip(lengths, gaps, strict=True)]
+        return Batch(lengths, padded, before + sum(padded) + tail, before)
+
+    options = {
+        "causal": data.draw(st.booleans()),
+        "window": (data.draw(st.integers(-1, 30)), data.draw(st.integers(-1, 30))),
+        "causal_alignment": data.draw(st.sampled_from(["top_left", "bottom_right"])),
+    }
+    keys = side() if data.draw(st.booleans()) else None
+    holds(Case(side(), keys, heads=(2, 1), options=options), data.draw(st.integers(0, 99)))
+
+
+# --- tiles --------------------------------------------------------------------------------------------------------------------
+
+
+def _tiles_of(x: Batch, y: Batch, bottom_right: bool, block: int) -> list[list[int]]:
+    """The table as a loop makes it; the first six fields."""
+    starts = list(itertools.accumulate(x.padded or x.lengths, initial=x.before))
+    starts_y = list(itertools.accumulate(y.padded or y.lengths, initial=y.before))
+    segments = [(0, x.before, 0, 0, 0)]
+    for b, (n, m) in enumerate(zip(x.lengths, y.lengths, strict=True)):
+        segments.append((starts[b], starts[b + 1], n, starts_y[b], m))
+    segments.append((starts[-1], x.total, 0, 0, 0))
+    table = []
+    for start, end, valid, other, others in segments:
+        for first in reversed(range(start, end, block)):
+            row = first - start
+            table.append(
+                [
+                    first,
+                    min(end - first, block),
+                    max(0, min(valid - row, block)),
+                    other,
+                    others,
+                    row + (others - valid if bottom_right else 0),
+                ]
+            )
+    return table
+
+
+@interpreted
+@pytest.mark.parametrize("sequences", [0, 1, 3, 40, 300])
+@pytest.mark.parametrize("bottom_right", [False, True])
+def test_tile_table(sequences: int, bottom_right: bool) -> None:
+    """Every row has one tile; 300 sequences need several chunks of the count."""
+    from thdops.ops.attention_thd.kernels_tiles import tile_table
+
+    generator = torch.Generator().manual_seed(sequences)
+    draw = lambda values: [values[i] for i in torch.randint(len(values), (sequences,), generator=generator)]  # noqa: E731
+    x, y = (
+        Batch(lengths, [n + gap for n, gap in zip(lengths, gaps, strict=True)], sum(lengths) + sum(gaps) + 12, before=5)
+        for lengths, gaps in ((draw([0, 0, 3, 17, 40]), draw([0, 2, 9])) for _ in range(2))
+    )
+    device = "cuda" if CUDA else "cpu"
+    tiles, counts = tile_table((*x.metadata(device), x.total), (*y.metadata(device), y.total), bottom_right, 16)
+    expected = _tiles_of(x, y, bottom_right, 16)
+    assert counts.tolist() == [len(expected), 0]
+    for tile, wanted in zip(tiles[: len(expected), :6].tolist(), expected, strict=True):
+        fields = 6 if wanted[2] else 3  # what a tile without a valid row says of the other side is not read
+        assert tile[:fields] == wanted[:fields]
+
+
+# --- full sizes on a GPU --------------------------------------------------------------------------------------------------------
+
+_WINDOWS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {"causal": True},
+    "bottom-right": {"causal": True, "causal_alignment": "bottom_right"},
+    "full, window": {"window": (4, 4)},
+    "causal, window": {"causal": True, "window": (4, 0)},
+    "bottom-right, window": {"causal": True, "causal_alignment": "bottom_right", "window": (4, 0)},
+    "wide window": {"causal": True, "window": (300, -1)},
+}
+_MODELS = {  # query heads, key heads, Dqk, Dv, longest key sequence
+    "16 x 64": (16, 16, 64, 64, 2048),
+    "24/1 x 128": (24, 1, 128, 128, 2048),
+    "24/24 x 128, longer keys": (24, 24, 128, 128, 4096),
+    "MLA 192/128": (16, 16, 192, 128, 2048),
+    "MLA 64/128": (8, 4, 64, 128, 1024),
+    "8/2 x 96": (8, 2, 96, 96, 1024),
+    "4/2 x 256": (4, 2, 256, 256, 1024),
+    "4/2 x 40": (4, 2, 40, 40, 512),
+}
+_TOLERANCE = {torch.bfloat16: 1.5e-2, torch.float16: 1e-3}
+
+
+def _sides(longest: int, gaps: bool, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    lengths = [*torch.randint(1, longest, (2,), generator=generator).tolist(), 0, longest]
+    padded = [n + int(torch.randint(4, (1,), generator=generator)) for n in lengths] if gaps else None
+    return Batch(lengths, padded, sum(padded or lengths) + 77)
+
+
+def _full_size(model: str, options: dict[str, Any], gaps: bool, dtype: torch.dtype, **more: Any) -> None:
+    """Forward and gradients of bf16 or fp16 numbers against the reference on the same numbers in fp32."""
+    heads, heads_kv, dim, dim_v, longest = _MODELS[model]
+    x, y = _sides(longest, gaps, 0), _sides(longest, gaps, 1)
+    if longest <= 2048:
+        y = x
+    device = torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(0)
+    new = lambda *shape: torch.randn(shape, device=device, generator=generator)  # noqa: E731
+    q, k, v = (
+        (0.1 * new(rows, h, d)).to(dtype)
+        for rows, h, d in ((x.total, heads, dim), (y.total, heads_kv, dim), (y.total, heads_kv, dim_v))
+    )
+    grad = (0.001 * torch.randint(0, 200, (x.total, heads, dim_v), device=device, generator=generator)).to(dtype)
+    sink = new(heads) if options.get("softmax") == "learnable" else None
+    cu, padded = x.metadata(device)
+    keyed = {} if y is x else dict(zip(("cu_seqlens_kv", "cu_seqlens_kv_padded"), y.metadata(device), strict=True))
+
+    def run(backend: str, *leaves: Tensor | None) -> list[Tensor]:
+        leaves = tuple(None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves)
+        out, lse = thdops.attention(
+            *leaves[:3],
+            cu,
+            cu_seqlens_q_padded=padded,
+            sink=leaves[3],
+            return_lse=True,
+            backend=backend,
+            **keyed,
+            **options,
+            **more,
+        )
+        return [out, lse, *torch.autograd.grad(out, [leaf for leaf in leaves if leaf is not None], grad.to(out.dtype))]
+
+    wrong_rows, wrong_keys = (~side.padding().to(device) for side in (x, y))
+    poison = [torch.where(mask[:, None, None], t, torch.nan) for t, mask in ((q, wrong_rows), (k, wrong_keys), (v, wrong_keys))]
+    answers = run("native", *poison, sink)
+    expected = run("reference", q.float(), k.float(), v.float(), sink)
+    tolerance = _TOLERANCE[dtype]
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsink"), answers, expected, strict=False):
+        near = 1e-3 if name in ("lse", "dsink") else tolerance
+        torch.testing.assert_close(
+            a.float(), b.float(), rtol=near, atol=near * max(1.0, float(b[b.isfinite()].abs().max())), msg=name
+        )
+    for x_out, mask in ((answers[0], wrong_rows), (answers[2], wrong_rows), (answers[3], wrong_keys), (answers[4], wrong_keys)):
+        assert not x_out[~mask].any()
+    again = run("native", *poison, sink)
+    assert all(torch.equal(a, b) for a, b in zip(answers[:2], again[:2], strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("gaps", [False, True], ids=["tail", "gaps and tail"])
+@pytest.mark.parametrize("mask", _WINDOWS)
+@pytest.mark.parametrize("model", _MODELS)
+def test_full_size(model: str, mask: str, gaps: bool) -> None:
+    _full_size(model, _WINDOWS[mask], gaps, torch.bfloat16, deterministic=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["16 x 64", "24/1 x 128", "MLA 192/128", "4/2 x 256"])
+def test_full_size_in_fp16_and_any_order(model: str) -> None:
+    _full_size(model, {"causal": True}, True, torch.float16, deterministic=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("softmax", ["off_by_one", "learnable"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (128, 0)}, {"causal": True, "window": (128, 0)}], ids=str)
+def test_full_size_with_sinks(mask: dict[str, Any], softmax: str) -> None:
+    _full_size("16 x 64", {**mask, "softmax": softmax}, True, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["16 x 64", "24/1 x 128", "MLA 192/128"])
+def test_full_size_with_softcap(model: str) -> None:
+    _full_size(model, {"causal": True, "softcap": 0.5}, True, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_deterministic_gradients_repeat_and_captured_ones_are_eager_s(dims: tuple[int, int]) -> None:
+    device = torch.device("cuda")
+    q, k = (torch.randn(3000, heads, dims[0], device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2))
+    v = torch.randn(3000, 2, dims[1], device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(3000, 8, dims[1], device=device, dtype=torch.bfloat16)
+    layouts = [prefix_sums(lengths, device) for lengths in ([1500, 0, 1400], [100, 2000, 1], [0, 0, 0])]
+    cu = layouts[0].clone()
+
+    def step() -> tuple[Tensor, ...]:
+        out = thdops.attention(q, k, v, cu, causal=True, deterministic=True, backend="native")
+        return (out, *torch.autograd.grad(out, (q, k, v), grad))
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for layout in (*layouts[1:], layouts[0]):
+        cu.copy_(layout)
+        graph.replay()
+        eager = step()
+        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
