@@ -4,8 +4,8 @@ T rows, B sequences, H heads, D head dim, S the longest sequence. Its torch ops 
 (adapter.py). Garbage on rows of no sequence is not seen, so inputs go in as they are. Causal masks and windows go either way,
 top-left or bottom-right. It has no gradient of LSE, nor one of sinks.
 
-Where queries and keys have metadata of their own, it leaves rows unwritten that see nothing, or that nothing sees: they are zeroed
-by what their metadata says, since no value marks them.
+Where queries and keys have metadata of their own, it leaves out and LSE of rows without a key unwritten (cuDNN 9.19, H200). No
+value marks them, so what sees nothing, or is seen by nothing, is zeroed by what the metadata says.
 
 Its backward wants LSE as [B, Hq, S], so memory grows with the hint max_seqlen_q (default T), not with the batch's own lengths; a
 deterministic one takes a workspace of 2 B Hq S^2 bytes as well.
