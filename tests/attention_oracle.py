@@ -184,7 +184,7 @@ def check_padding(case: Case, answers: Answers) -> None:
     assert (answers.lse[:, rows] == -torch.inf).all()
 
 
-def compare(actual: Answers, expected: Answers, dtype: torch.dtype = torch.float64) -> None:
+def compare(actual: Answers, expected: Answers, dtype: torch.dtype = torch.float64, units: int = 4) -> None:
     """fp64: to rounding. Low precision: within a few units of the dtype at the tensor's own size."""
     pairs: list[tuple[Any, Any]] = [
         (actual.out, expected.out),
@@ -195,7 +195,7 @@ def compare(actual: Answers, expected: Answers, dtype: torch.dtype = torch.float
         pairs.append((actual.max_logit, expected.max_logit))
     for a, b in pairs:
         size = b[b.isfinite()].abs().max().item() if b.isfinite().any() else 1.0
-        unit = 1e-13 if dtype == torch.float64 else 4 * torch.finfo(dtype).eps
+        unit = 1e-13 if dtype == torch.float64 else units * torch.finfo(dtype).eps
         torch.testing.assert_close(a.double(), b, rtol=0, atol=unit * max(1.0, size))
 
 
