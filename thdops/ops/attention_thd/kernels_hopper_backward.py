@@ -1,0 +1,927 @@
+"""The backward of packed attention on Hopper: TMA copies, mbarriers and asynchronous wgmma, in Gluon.
+
+T rows, H heads, D head dim, G = Hq / Hkv query heads of a key head; blocks are BLOCK_Q queries and BLOCK_K keys.
+
+    S = Q K^T    P = exp(scale S - LSE)    dP = dO V^T    dS = P (dP - delta)
+    dV = P^T dO    dK = scale dS^T Q    dQ = scale dS K
+
+`keys_kernel` owns tiles of keys, walks over the queries that see them and makes dK and dV. dQ comes in one of two ways:
+- `queries_kernel` owns tiles of queries and walks over the keys they see. Everything is summed in registers in a fixed order, so
+  results repeat bitwise; S and dP are computed twice, seven products in all.
+- With REDUCE, `keys_kernel` adds its share of dQ to an fp32 buffer (TMA reduction), in no fixed order: five products, and the
+  buffer has to be zeroed before and converted after.
+
+One warp copies; PARTS consumers multiply, each for ROWS rows of the tile. A tile's rows are the rows of every product, so that P
+and dS leave the tensor cores in the registers in which they return as left operands. With one consumer of two warpgroups, the last
+product of a block runs on while the loop turns (RUNS_ON); two consumers of one warpgroup fill each other's gaps instead, which
+wins where a block needs the most registers. Head dims are split into chunks of a power of two.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton._C.libtriton import ir
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language._core import builtin
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from thdops.ops.launch import launch, multiprocessors
+
+_LOG2E = gl.constexpr(1.4426950408889634)
+
+
+# ---- work items ----------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _post(work, turn, item):
+    """Tell the consumers which item comes next; two may be on their way."""
+    tiles, counts, mail, full, empty = work
+    slot = turn % 2
+    mbarrier.wait(empty.index(slot), ((turn // 2) & 1) ^ 1)
+    mail.index(slot).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+    gl.thread_barrier()
+    mbarrier.arrive(full.index(slot), count=1)
+
+
+@gluon.jit
+def _take(work, turn):
+    """Which item comes next."""
+    tiles, counts, mail, full, empty = work
+    slot = turn % 2
+    mbarrier.wait(full.index(slot), (turn // 2) & 1)
+    item = gl.max(mail.index(slot).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
+    gl.thread_barrier()
+    mbarrier.arrive(empty.index(slot), count=1)
+    return item
+
+
+@gluon.jit
+def _tile(tiles, index):
+    entry = tiles + index.to(gl.int64) * 8
+    return gl.load(entry), gl.load(entry + 1), gl.load(entry + 2), gl.load(entry + 3), gl.load(entry + 4), gl.load(entry + 5)
+
+
+# A row at position p of the other side's axis meets the rows [p - before, p + after] of it.
+
+
+@gluon.jit
+def _range(position, valid, others, before, after, BLOCK: gl.constexpr, BEFORE: gl.constexpr, AFTER: gl.constexpr):
+    """First row and number of the blocks of the other side that any row of a tile meets."""
+    first = gl.maximum(position - before, 0) if BEFORE else position * 0
+    last = gl.minimum(position + valid + after, others) if AFTER else others
+    return first, gl.where(valid > 0, (gl.maximum(last - first, 0) + BLOCK - 1) // BLOCK, 0)
+
+
+@gluon.jit
+def _is_cut(
+    i, position, valid, others, before, after, ROWS: gl.constexpr, BLOCK: gl.constexpr, BEFORE: gl.constexpr, AFTER: gl.constexpr
+):
+    """Whether any pair of a tile and the block from i on is hidden."""
+    cut = (valid < ROWS) | (i + BLOCK > others)
+    if BEFORE:
+        cut = cut | (i < position + ROWS - 1 - before)
+    if AFTER:
+        cut = cut | (i + BLOCK - 1 > position + after)
+    return cut
+
+
+@gluon.jit
+def _is_hidden(
+    i, position, valid, before, after, ROWS: gl.constexpr, BLOCK: gl.constexpr, BEFORE: gl.constexpr, AFTER: gl.constexpr
+):
+    """Whether every pair is: a consumer's rows may be, where the tile's are not."""
+    hidden = valid <= 0
+    if BEFORE:
+        hidden = hidden | (i + BLOCK - 1 < position - before)
+    if AFTER:
+        hidden = hidden | (i > position + ROWS - 1 + after)
+    return hidden
+
+
+@gluon.jit
+def _cut(x, i, position, valid, others, before, after, BEFORE: gl.constexpr, AFTER: gl.constexpr):
+    """Zero for the hidden pairs of [ROWS, BLOCK]; by selection, for what stands there may be NaN."""
+    r = gl.arange(0, x.shape[0], gl.SliceLayout(1, x.type.layout))
+    c = i + gl.arange(0, x.shape[1], gl.SliceLayout(0, x.type.layout))
+    seen = (r < valid)[:, None] & (c < others)[None, :]
+    if BEFORE:
+        seen = seen & (c[None, :] >= (position + r - before)[:, None])
+    if AFTER:
+        seen = seen & (c[None, :] <= (position + r + after)[:, None])
+    return gl.where(seen, x, 0.0)
+
+
+# ---- products: operands are tuples of chunks of the head dim ---------------------------------------------------------------------
+
+
+@gluon.jit
+def _dot_transposed(a, part, b, slot, layout: gl.constexpr):
+    """Start a b^T [ROWS, BLOCK]."""
+    M: gl.constexpr = a[0].shape[1]
+    N: gl.constexpr = b[0].shape[1]
+    zero = gl.zeros([M, N], gl.float32, layout)
+    out = warpgroup_mma(a[0].index(part), b[0].index(slot).permute((1, 0)), zero, use_acc=False, is_async=True)
+    for c in gl.static_range(1, len(a)):
+        out = warpgroup_mma(a[c].index(part), b[c].index(slot).permute((1, 0)), out, is_async=True)
+    return out
+
+
+@gluon.jit
+def _dot_chunk(a, b, acc):
+    left: gl.constexpr = gl.DotOperandLayout(0, acc.type.layout, 2)
+    return warpgroup_mma(gl.convert_layout(a, left), b, acc, is_async=True)
+
+
+@gluon.jit
+def _dot(a, b, slot, acc):
+    """Start acc + a b [ROWS, D]; `a` is in registers."""
+    out = ()
+    for c in gl.static_range(len(acc)):
+        out = out + (_dot_chunk(a, b[c].index(slot), acc[c]),)
+    return out
+
+
+@gluon.jit
+def _zero(tile):
+    rows: gl.constexpr = tile.shape[1]
+    columns: gl.constexpr = tile.shape[2]
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, columns, 16])
+    return gl.zeros([rows, columns], gl.float32, layout)
+
+
+@gluon.jit
+def _zeros(tiles):
+    out = ()
+    for c in gl.static_range(len(tiles)):
+        out = out + (_zero(tiles[c]),)
+    return out
+
+
+@gluon.jit
+def _running(acc):
+    """As accumulators of products that may be under way."""
+    out = ()
+    for c in gl.static_range(len(acc)):
+        out = out + (warpgroup_mma_init(acc[c]),)
+    return out
+
+
+@gluon.jit
+def _wait(acc, PENDING: gl.constexpr):
+    out = ()
+    for c in gl.static_range(len(acc)):
+        out = out + (warpgroup_mma_wait(PENDING, deps=(acc[c],)),)
+    return out
+
+
+@gluon.jit
+def _clear_chunk(memory, valid):
+    rows: gl.constexpr = memory.shape[0]
+    columns: gl.constexpr = memory.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [gl.num_warps(), 1], [1, 0])
+    value = memory.load(layout)
+    memory.store(gl.where((gl.arange(0, rows, gl.SliceLayout(1, layout)) < valid)[:, None], value, gl.zeros_like(value)))
+
+
+@gluon.jit
+def _clear(chunks, slot, valid):
+    """Zero the rows from `valid` on: they are another sequence's or hold anything, and in a product 0 * NaN is NaN."""
+    for c in gl.static_range(len(chunks)):
+        _clear_chunk(chunks[c].index(slot), valid)
+    fence_async_shared()
+    gl.thread_barrier()
+
+
+@gluon.jit
+def _clear_shared(a, b, slot, valid, part: gl.constexpr, PARTS: gl.constexpr, clean, cleared):
+    """`_clear` of a block that all consumers read: the first does it, the others wait for it."""
+    if part == 0:
+        _clear(a, slot, valid)
+        _clear(b, slot, valid)
+        if PARTS > 1:
+            mbarrier.arrive(clean, count=1)
+    else:
+        mbarrier.wait(clean, cleared & 1)
+
+
+# ---- memory --------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _copy(descs, chunks, slot, bar, row, column):
+    """Start copying a block of one head into a slot."""
+    for c in gl.static_range(len(descs)):
+        tma.async_copy_global_to_shared(descs[c], [row, column + descs[0].block_type.shape[1] * c], bar, chunks[c].index(slot))
+
+
+@gluon.jit
+def _copy_tile(descs, chunks, bar, row, column):
+    PARTS: gl.constexpr = chunks[0].shape[0]
+    for p in gl.static_range(PARTS):
+        _copy(descs, chunks, p, bar, row + p * chunks[0].shape[1], column)
+
+
+@builtin
+def _reduce_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
+    """Start adding a block of shared memory to global memory: Triton has the operation, Gluon 3.6 has no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
+
+
+@gluon.jit
+def _store_chunk(acc, out, row, rows, valid, stride, scale):
+    r = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    value = gl.where((r < valid)[:, None], acc * scale, 0.0).to(out.dtype.element_ty)
+    gl.store(out + (row + r).to(gl.int64)[:, None] * stride + d[None, :], value, mask=(r < rows)[:, None])
+
+
+@gluon.jit
+def _store(acc, out, row, rows, valid, stride, scale):
+    """Write the `rows` rows that a tile owns; those from `valid` on are zero."""
+    for c in gl.static_range(len(acc)):
+        _store_chunk(acc[c], out + acc[0].shape[1] * c, row, rows, valid, stride, scale)
+
+
+@gluon.jit
+def _chunks(first, second):
+    if second is None:
+        return (first,)
+    else:
+        return (first, second)
+
+
+@gluon.jit
+def _buffer(desc, SLOTS: gl.constexpr):
+    rows: gl.constexpr = desc.block_type.shape[0]
+    columns: gl.constexpr = desc.block_type.shape[1]
+    return gl.allocate_shared_memory(desc.dtype, [SLOTS, rows, columns], desc.layout)
+
+
+@gluon.jit
+def _buffers(descs, SLOTS: gl.constexpr) -> Any:
+    out = ()
+    for c in gl.static_range(len(descs)):
+        out = out + (_buffer(descs[c], SLOTS),)
+    return out
+
+
+@gluon.jit
+def _rows_of_fp32(SLOTS: gl.constexpr, BLOCK: gl.constexpr):
+    return gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _mailbox():
+    return gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
+    bars = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
+    for s in gl.static_range(SLOTS):
+        mbarrier.init(bars.index(s), count=ARRIVALS)
+    return bars
+
+
+# ---- keys ----------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _keys_producer(
+    descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars,
+    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    q_desc, k_desc, v_desc, do_desc = descs
+    q_head, k_head, v_head, do_head = columns
+    tiles, counts, mail, mail_full, mail_empty = work
+    kv_heads, group = heads
+    left, right = window
+    q, k, v, do = operands
+    lse_s, delta_s = terms
+    kv_full, kv_empty = tile_bars
+    full, empty = block_bars
+    BLOCK_Q: gl.constexpr = q[0].shape[1]
+    STAGES: gl.constexpr = q[0].shape[0]
+    KV_BYTES: gl.constexpr = k[0].shape[0] * k[0].shape[1] * 2 * (D_QK + D_V)
+    BYTES: gl.constexpr = BLOCK_Q * 2 * (D_QK + D_V)
+    offsets = gl.arange(0, BLOCK_Q, gl.BlockedLayout([1], [32], [1], [0]))
+    entries = gl.load(counts)
+    item = gl.atomic_add(counts + 1, 1)
+    turn = 0
+    n = 0
+    loaded = 0
+    while item < entries * kv_heads:
+        _post(work, turn, item)
+        turn += 1
+        head = item % kv_heads
+        row, rows, valid, other_row, others, position = _tile(tiles, entries - 1 - item // kv_heads)
+        first, blocks = _range(position, valid, others, right, left, BLOCK_Q, RIGHT, LEFT)
+        if blocks > 0:
+            mbarrier.wait(kv_empty, (loaded & 1) ^ 1)
+            mbarrier.expect(kv_full, KV_BYTES)
+            _copy_tile(k_desc, k, kv_full, row, head * k_head)
+            _copy_tile(v_desc, v, kv_full, row, head * v_head)
+            loaded += 1
+            for g in range(group):
+                h = head * group + g
+                at = h.to(gl.int64) * tq + other_row
+                for b in range(blocks):
+                    i = first + b * BLOCK_Q
+                    inside = i + offsets < others
+                    lse_b = gl.load(lse + at + i + offsets, mask=inside, other=0.0) * _LOG2E
+                    delta_b = gl.load(delta + at + i + offsets, mask=inside, other=0.0)
+                    slot = n % STAGES
+                    mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+                    lse_s.index(slot).store(lse_b)
+                    delta_s.index(slot).store(delta_b)
+                    gl.thread_barrier()
+                    mbarrier.expect(full.index(slot), BYTES)
+                    _copy(q_desc, q, slot, full.index(slot), other_row + i, h * q_head)
+                    _copy(do_desc, do, slot, full.index(slot), other_row + i, h * do_head)
+                    n += 1
+        item = gl.atomic_add(counts + 1, 1)
+    _post(work, turn, item)
+
+
+@gluon.jit
+def _dq_share(ds_s, k):
+    """Start dS K [BLOCK_Q, D] of one tile of keys; shared memory holds dS^T."""
+    rows: gl.constexpr = ds_s.shape[1]
+    columns: gl.constexpr = k.shape[1]
+    ALONG: gl.constexpr = gl.num_warps() if rows >= 16 * gl.num_warps() else rows // 16
+    ACROSS: gl.constexpr = gl.num_warps() // ALONG
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ALONG, ACROSS], [16, columns // ACROSS, 16])
+    zero = gl.zeros([rows, columns], gl.float32, layout)
+    return warpgroup_mma(ds_s.permute((1, 0)), k, zero, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_dq(dq, valid, dq_desc, dq_s, row, column):
+    """Start adding [BLOCK_Q, D] to the buffer; rows from `valid` on are another sequence's and get zeros."""
+    if valid < dq.shape[0]:
+        r = gl.arange(0, dq.shape[0], gl.SliceLayout(1, dq.type.layout))
+        dq = gl.where((r < valid)[:, None], dq, 0.0)
+    dq_s.store(dq)
+    fence_async_shared()
+    gl.thread_barrier()
+    _reduce_add(dq_desc, [row, column], dq_s)
+
+
+@gluon.jit
+def _keys_block(
+    part: gl.constexpr, dk, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, start,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr, REDUCE: gl.constexpr,
+):  # fmt: skip
+    """Take block n of queries, from row i on, into dK and dV."""
+    q, k, v, do = operands
+    lse_s, delta_s = terms
+    left, right = window
+    position, valid, others = tile
+    ROWS: gl.constexpr = k[0].shape[1]
+    BLOCK_Q: gl.constexpr = q[0].shape[1]
+    STAGES: gl.constexpr = q[0].shape[0]
+    dtype: gl.constexpr = k[0].dtype
+    # P may start into dV before dS is known, where the registers suffice for both.
+    EARLY: gl.constexpr = BLOCK_Q < 128 and not REDUCE
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_Q, 16])
+    along: gl.constexpr = gl.SliceLayout(0, S)
+    slot = n % STAGES
+    s = _dot_transposed(k, part, q, slot, S)
+    dp = _dot_transposed(v, part, do, slot, S)
+    if RUNS_ON:
+        dk = _wait(dk, len(k) + len(v))
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > start)
+    cut = _is_cut(i, position, valid, others, right, left, ROWS, BLOCK_Q, RIGHT, LEFT)
+    lse_b = lse_s.index(slot).load(along)
+    s = warpgroup_mma_wait(len(v), deps=(s,))
+    p = gl.exp2(s * (scale * _LOG2E) - lse_b[None, :])  # [ROWS, BLOCK_Q]
+    if cut:
+        p = _cut(p, i, position, valid, others, right, left, RIGHT, LEFT)
+    if EARLY:
+        dv = _dot(p.to(dtype), do, slot, dv)
+    delta_b = delta_s.index(slot).load(along)
+    dp = warpgroup_mma_wait(len(v) if EARLY else 0, deps=(dp,))
+    ds = p * (dp - delta_b[None, :])
+    if cut:
+        ds = gl.where(p == 0.0, 0.0, ds)
+    if not EARLY:
+        dv = _dot(p.to(dtype), do, slot, dv)
+    ds = ds.to(dtype)
+    if REDUCE:
+        dq_desc, dq_s, ds_s = share
+        ds_s.store(ds)
+        tma.store_wait(dq_s.shape[0] - 1)  # the oldest share has been read
+        fence_async_shared()
+        gl.thread_barrier()
+        dq = _dq_share(ds_s, k[0].index(part))
+        dk = _dot(ds, q, slot, dk)
+        dq = warpgroup_mma_wait(len(k), deps=(dq,))
+        _add_dq(dq, others - i, dq_desc, dq_s.index(n % dq_s.shape[0]), dq_at[0], dq_at[1])
+    else:
+        dk = _dot(ds, q, slot, dk)
+    dv = _wait(dv, len(k))
+    if not RUNS_ON:
+        dk = _wait(dk, 0)
+    return dk, dv
+
+
+@gluon.jit
+def _keys_consumer(
+    part: gl.constexpr, dk_out, dv_out, share, work, heads, window, scale, operands, terms, tile_bars, block_bars, clean,
+    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, REDUCE: gl.constexpr,
+):  # fmt: skip
+    tiles, counts, mail, mail_full, mail_empty = work
+    kv_heads, group = heads
+    left, right = window
+    q, k, v, do = operands
+    kv_full, kv_empty = tile_bars
+    full, empty = block_bars
+    PARTS: gl.constexpr = k[0].shape[0]
+    ROWS: gl.constexpr = k[0].shape[1]
+    BLOCK_Q: gl.constexpr = q[0].shape[1]
+    STAGES: gl.constexpr = q[0].shape[0]
+    RUNS_ON: gl.constexpr = PARTS == 1
+    entries = gl.load(counts)
+    turn = 0
+    n = 0
+    loaded = 0
+    cleared = 0
+    item = _take(work, turn)
+    while item < entries * kv_heads:
+        turn += 1
+        head = item % kv_heads
+        # From the end: under a causal mask, a sequence's last keys are seen by few, and light work should come last.
+        row, rows, valid, other_row, others, position = _tile(tiles, entries - 1 - item // kv_heads)
+        first, blocks = _range(position, valid, others, right, left, BLOCK_Q, RIGHT, LEFT)
+        row += part * ROWS
+        rows -= part * ROWS
+        valid -= part * ROWS
+        position += part * ROWS
+        dk = _zeros(k)
+        dv = _zeros(v)
+        if blocks > 0:
+            mbarrier.wait(kv_full, loaded & 1)
+            loaded += 1
+            if REDUCE and valid < ROWS:
+                _clear(k, part, valid)
+            start = n
+            running = _running(dk) if RUNS_ON else dk
+            for g in range(group):
+                for b in range(blocks):
+                    i = first + b * BLOCK_Q
+                    mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+                    if i + BLOCK_Q > others:
+                        _clear_shared(q, do, n % STAGES, others - i, part, PARTS, clean, cleared)
+                        cleared += 1
+                    dq_at = (other_row + i, (head * group + g) * D_QK)
+                    tile = (position, valid, others)
+                    if RUNS_ON:
+                        running, dv = _keys_block(
+                            part, running, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, start,
+                            LEFT, RIGHT, RUNS_ON, REDUCE,
+                        )  # fmt: skip
+                    else:
+                        if not _is_hidden(i, position, valid, right, left, ROWS, BLOCK_Q, RIGHT, LEFT):
+                            running, dv = _keys_block(
+                                part, running, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, start,
+                                LEFT, RIGHT, RUNS_ON, REDUCE,
+                            )  # fmt: skip
+                        gl.thread_barrier()
+                        mbarrier.arrive(empty.index(n % STAGES), count=1)
+                    n += 1
+            if RUNS_ON:
+                dk = _wait(running, 0)
+                gl.thread_barrier()
+                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1)
+            else:
+                dk = running
+            mbarrier.arrive(kv_empty, count=1)
+        _store(dk, dk_out + head * D_QK, row, rows, valid, kv_heads * D_QK, scale)
+        _store(dv, dv_out + head * D_V, row, rows, valid, kv_heads * D_V, 1.0)
+        item = _take(work, turn)
+    if REDUCE:
+        tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "kv_heads", "group", "left", "right"])
+def keys_kernel(
+    q0, q1, k0, k1, v0, v1, do0, do1, dq_desc, q_head, k_head, v_head, do_head, lse, delta, dk, dv, tq, tiles, counts,
+    kv_heads, group, left, right, scale,
+    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    REDUCE: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of the key tiles of every key head; with REDUCE, their shares of dQ too."""
+    descs = (_chunks(q0, q1), _chunks(k0, k1), _chunks(v0, v1), _chunks(do0, do1))
+    columns = (q_head, k_head, v_head, do_head)
+    q = _buffers(descs[0], STAGES)
+    k = _buffers(descs[1], PARTS)
+    v = _buffers(descs[2], PARTS)
+    do = _buffers(descs[3], STAGES)
+    operands = (q, k, v, do)
+    ROWS: gl.constexpr = k[0].shape[1]
+    BLOCK_Q: gl.constexpr = q[0].shape[1]
+    terms = (_rows_of_fp32(STAGES, BLOCK_Q), _rows_of_fp32(STAGES, BLOCK_Q))
+    if REDUCE:
+        across: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_Q], k[0].dtype)
+        share = (dq_desc, _buffer(dq_desc, 2), gl.allocate_shared_memory(k[0].dtype, [ROWS, BLOCK_Q], across))
+    else:
+        share = ()
+    heads = (kv_heads, group)
+    window = (left, right)
+    work = (tiles, counts, _mailbox(), _barriers(2, 1), _barriers(2, PARTS))
+    tile_bars = (_barriers(1, 1).index(0), _barriers(1, PARTS).index(0))
+    block_bars = (_barriers(STAGES, 1), _barriers(STAGES, PARTS))
+    clean = _barriers(1, 1).index(0)
+    fence_async_shared()
+    gl.thread_barrier()
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_keys_consumer, (
+                    gl.constexpr(0), dk, dv, share, work, heads, window, scale, operands, terms, tile_bars, block_bars,
+                    clean, D_QK, D_V, LEFT, RIGHT, REDUCE,
+                )),
+                (_keys_producer, (
+                    descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars, D_QK, D_V,
+                    LEFT, RIGHT,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_keys_consumer, (
+                    gl.constexpr(0), dk, dv, share, work, heads, window, scale, operands, terms, tile_bars, block_bars,
+                    clean, D_QK, D_V, LEFT, RIGHT, REDUCE,
+                )),
+                (_keys_consumer, (
+                    gl.constexpr(1), dk, dv, share, work, heads, window, scale, operands, terms, tile_bars, block_bars,
+                    clean, D_QK, D_V, LEFT, RIGHT, REDUCE,
+                )),
+                (_keys_producer, (
+                    descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars, D_QK, D_V,
+                    LEFT, RIGHT,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+
+
+# ---- queries -------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _queries_producer(
+    descs, columns, work, all_heads, window, operands, tile_bars, block_bars,
+    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    q_desc, k_desc, v_desc, do_desc = descs
+    q_head, k_head, v_head, do_head = columns
+    tiles, counts, mail, mail_full, mail_empty = work
+    heads, group = all_heads
+    left, right = window
+    q, k, v, do = operands
+    q_full, q_empty = tile_bars
+    full, empty = block_bars
+    BLOCK_K: gl.constexpr = k[0].shape[1]
+    STAGES: gl.constexpr = k[0].shape[0]
+    Q_BYTES: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 * (D_QK + D_V)
+    BYTES: gl.constexpr = BLOCK_K * 2 * (D_QK + D_V)
+    total = gl.load(counts) * heads
+    item = gl.atomic_add(counts + 1, 1)
+    turn = 0
+    n = 0
+    loaded = 0
+    while item < total:
+        _post(work, turn, item)
+        turn += 1
+        head = item % heads
+        row, rows, valid, other_row, others, position = _tile(tiles, item // heads)
+        first, blocks = _range(position, valid, others, left, right, BLOCK_K, LEFT, RIGHT)
+        if blocks > 0:
+            mbarrier.wait(q_empty, (loaded & 1) ^ 1)
+            mbarrier.expect(q_full, Q_BYTES)
+            _copy_tile(q_desc, q, q_full, row, head * q_head)
+            _copy_tile(do_desc, do, q_full, row, head * do_head)
+            loaded += 1
+            for b in range(blocks):
+                j = other_row + first + b * BLOCK_K
+                slot = n % STAGES
+                mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), BYTES)
+                _copy(k_desc, k, slot, full.index(slot), j, head // group * k_head)
+                _copy(v_desc, v, slot, full.index(slot), j, head // group * v_head)
+                n += 1
+        item = gl.atomic_add(counts + 1, 1)
+    _post(work, turn, item)
+
+
+@gluon.jit
+def _queries_block(
+    part: gl.constexpr, dq, lse_r, delta_r, j, tile, window, scale, operands, empty, n, start,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr,
+):  # fmt: skip
+    """Take block n of keys, from row j on, into dQ."""
+    q, k, v, do = operands
+    left, right = window
+    position, valid, others = tile
+    ROWS: gl.constexpr = q[0].shape[1]
+    BLOCK_K: gl.constexpr = k[0].shape[1]
+    STAGES: gl.constexpr = k[0].shape[0]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
+    slot = n % STAGES
+    s = _dot_transposed(q, part, k, slot, S)
+    dp = _dot_transposed(do, part, v, slot, S)
+    if RUNS_ON:
+        dq = _wait(dq, len(q) + len(v))
+        gl.thread_barrier()
+        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > start)
+    cut = _is_cut(j, position, valid, others, left, right, ROWS, BLOCK_K, LEFT, RIGHT)
+    s = warpgroup_mma_wait(len(v), deps=(s,))
+    p = gl.exp2(s * (scale * _LOG2E) - lse_r[:, None])  # [ROWS, BLOCK_K]
+    if cut:
+        p = _cut(p, j, position, valid, others, left, right, LEFT, RIGHT)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = p * (dp - delta_r[:, None])
+    if cut:
+        ds = gl.where(p == 0.0, 0.0, ds)
+    dq = _dot(ds.to(k[0].dtype), k, slot, dq)
+    if not RUNS_ON:
+        dq = _wait(dq, 0)
+    return dq
+
+
+@gluon.jit
+def _queries_consumer(
+    part: gl.constexpr, dq_out, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars, clean,
+    D_QK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+):  # fmt: skip
+    tiles, counts, mail, mail_full, mail_empty = work
+    left, right = window
+    q, k, v, do = operands
+    q_full, q_empty = tile_bars
+    full, empty = block_bars
+    PARTS: gl.constexpr = q[0].shape[0]
+    ROWS: gl.constexpr = q[0].shape[1]
+    BLOCK_K: gl.constexpr = k[0].shape[1]
+    STAGES: gl.constexpr = k[0].shape[0]
+    RUNS_ON: gl.constexpr = PARTS == 1
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    total = gl.load(counts) * heads
+    turn = 0
+    n = 0
+    loaded = 0
+    cleared = 0
+    item = _take(work, turn)
+    while item < total:
+        turn += 1
+        head = item % heads
+        row, rows, valid, other_row, others, position = _tile(tiles, item // heads)
+        first, blocks = _range(position, valid, others, left, right, BLOCK_K, LEFT, RIGHT)
+        row += part * ROWS
+        rows -= part * ROWS
+        valid -= part * ROWS
+        position += part * ROWS
+        dq = _zeros(q)
+        if blocks > 0:
+            at = head.to(gl.int64) * tq + row
+            lse_r = gl.load(lse + at + r, mask=r < valid, other=0.0) * _LOG2E
+            delta_r = gl.load(delta + at + r, mask=r < valid, other=0.0)
+            mbarrier.wait(q_full, loaded & 1)
+            loaded += 1
+            start = n
+            running = _running(dq) if RUNS_ON else dq
+            for b in range(blocks):
+                j = first + b * BLOCK_K
+                mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+                if j + BLOCK_K > others:
+                    _clear_shared(k, (), n % STAGES, others - j, part, PARTS, clean, cleared)
+                    cleared += 1
+                tile = (position, valid, others)
+                if RUNS_ON:
+                    running = _queries_block(
+                        part, running, lse_r, delta_r, j, tile, window, scale, operands, empty, n, start, LEFT, RIGHT, RUNS_ON
+                    )
+                else:
+                    if not _is_hidden(j, position, valid, left, right, ROWS, BLOCK_K, LEFT, RIGHT):
+                        running = _queries_block(
+                            part, running, lse_r, delta_r, j, tile, window, scale, operands, empty, n, start, LEFT, RIGHT, RUNS_ON
+                        )
+                    gl.thread_barrier()
+                    mbarrier.arrive(empty.index(n % STAGES), count=1)
+                n += 1
+            if RUNS_ON:
+                dq = _wait(running, 0)
+                gl.thread_barrier()
+                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1)
+            else:
+                dq = running
+            mbarrier.arrive(q_empty, count=1)
+        _store(dq, dq_out + head * D_QK, row, rows, valid, heads * D_QK, scale)
+        item = _take(work, turn)
+
+
+@gluon.jit(do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "heads", "group", "left", "right"])
+def queries_kernel(
+    q0, q1, k0, k1, v0, v1, do0, do1, q_head, k_head, v_head, do_head, lse, delta, dq, tq, tiles, counts,
+    heads, group, left, right, scale,
+    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dQ of the query tiles of every query head."""
+    descs = (_chunks(q0, q1), _chunks(k0, k1), _chunks(v0, v1), _chunks(do0, do1))
+    columns = (q_head, k_head, v_head, do_head)
+    operands = (_buffers(descs[0], PARTS), _buffers(descs[1], STAGES), _buffers(descs[2], STAGES), _buffers(descs[3], PARTS))
+    window = (left, right)
+    work = (tiles, counts, _mailbox(), _barriers(2, 1), _barriers(2, PARTS))
+    tile_bars = (_barriers(1, 1).index(0), _barriers(1, PARTS).index(0))
+    block_bars = (_barriers(STAGES, 1), _barriers(STAGES, PARTS))
+    clean = _barriers(1, 1).index(0)
+    fence_async_shared()
+    gl.thread_barrier()
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_queries_consumer, (
+                    gl.constexpr(0), dq, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars,
+                    clean, D_QK, LEFT, RIGHT,
+                )),
+                (_queries_producer, (
+                    descs, columns, work, (heads, group), window, operands, tile_bars, block_bars, D_QK, D_V, LEFT, RIGHT,
+                )),
+            ],
+            [1],
+            [24],
+        )  # fmt: skip
+    else:
+        gl.warp_specialize(
+            [
+                (_queries_consumer, (
+                    gl.constexpr(0), dq, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars,
+                    clean, D_QK, LEFT, RIGHT,
+                )),
+                (_queries_consumer, (
+                    gl.constexpr(1), dq, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars,
+                    clean, D_QK, LEFT, RIGHT,
+                )),
+                (_queries_producer, (
+                    descs, columns, work, (heads, group), window, operands, tile_bars, block_bars, D_QK, D_V, LEFT, RIGHT,
+                )),
+            ],
+            [4, 1],
+            [240, 24],
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["elements"])
+def convert_kernel(dq_acc, dq, elements, scale, BLOCK: tl.constexpr):
+    """dq = scale dq_acc, of the output's dtype; what no key added to, padding rows too, is zero already."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(dq_acc + at, mask=at < elements, other=0.0) * scale
+    tl.store(dq + at, value, mask=at < elements)
+
+
+# ---- host ----------------------------------------------------------------------------------------------------------------------
+
+
+class _Plan(NamedTuple):
+    """Measured on an H200. Rows of a tile and consumers that share it, rows of a block and how many are on their way, warps of the
+    first consumer, grids per multiprocessor and, where more than one, registers of a thread.
+    """
+
+    rows: int
+    parts: int
+    block: int
+    stages: int
+    warps: int
+    per_sm: int = 1
+    registers: int | None = None
+
+
+_KEYS = {
+    (64, 64): _Plan(128, 2, 128, 2, 4),
+    (96, 96): _Plan(128, 1, 64, 2, 8),
+    (128, 128): _Plan(128, 1, 64, 2, 8),
+    (192, 128): _Plan(128, 1, 32, 2, 8),
+}
+_QUERIES = {
+    (64, 64): _Plan(128, 2, 128, 2, 4),
+    (96, 96): _Plan(128, 2, 64, 2, 4),
+    (128, 128): _Plan(64, 1, 64, 2, 4, 2, 128),
+    (192, 128): _Plan(128, 2, 64, 2, 4),
+}
+_REDUCED = {(128, 128)}  # head dims for which the reduction was the faster way to dQ
+_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+_INT32 = 2**31
+
+
+def serves(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
+    """Whether `backward` takes these: a tuned pair of head dims, 16 bits, rows that TMA can address, something to do."""
+    return (
+        (q.shape[2], v.shape[2]) in _KEYS and q.dtype in _ELEMENT and all(x.numel() > 0 and _addressable(x) for x in (q, k, v, do))
+    )
+
+
+def _addressable(x: Tensor) -> bool:
+    t, h, d = x.shape
+    return (
+        x.stride(2) == 1
+        and all(s >= 0 and s % 8 == 0 for s in x.stride()[:2])
+        and x.stride(0) > 0
+        and x.data_ptr() % 16 == 0
+        and max(t, (h - 1) * x.stride(1) + d) < _INT32
+    )
+
+
+def tile_rows(d_qk: int, d_v: int) -> tuple[int, int]:
+    """Rows of a query tile and of a key tile: what the tile tables are made with."""
+    return _QUERIES[d_qk, d_v].rows, _KEYS[d_qk, d_v].rows
+
+
+def reduces(d_qk: int, d_v: int, deterministic: bool) -> bool:
+    """Whether `backward` wants the fp32 buffer for dQ."""
+    return not deterministic and (d_qk, d_v) in _REDUCED
+
+
+def backward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    lse: Tensor,
+    delta: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dq_acc: Tensor | None,
+    query_tiles: tuple[Tensor, Tensor] | None,
+    key_tiles: tuple[Tensor, Tensor],
+    left: int,
+    right: int,
+    scale: float,
+) -> None:
+    """Write dq, dk and dv (contiguous, of their inputs' shapes), zeros on padding rows.
+
+    lse and delta = rowsum(dO * O) - dLSE: fp32 [Hq, Tq], contiguous. Tiles: (entries, counts) of `tile_rows` rows each, the work
+    counter zero; those of the queries are not needed with `dq_acc`, a zeroed fp32 [Tq, Hq, Dqk] (see `reduces`). left, right: rows
+    of the window on either side of the diagonal, -1 for all of them.
+    """
+    shape = (q.shape[2], v.shape[2])
+    strides = (q.stride(1), k.stride(1), v.stride(1), do.stride(1))
+    group = q.shape[1] // k.shape[1]
+    plan = _KEYS[shape]
+    descs = _operands(q, k, v, do, plan.block, plan.rows // plan.parts)
+    added = descs[0] if dq_acc is None else _rows_of_heads(dq_acc, plan.block, shape[0])
+    args = (*descs, added, *strides, lse, delta, dk, dv, q.shape[0], *key_tiles, k.shape[1], group, left, right, scale)
+    window = (*shape, int(left >= 0), int(right >= 0))
+    _run(keys_kernel, plan, q, args, (*window, plan.parts, plan.stages, int(dq_acc is not None)))
+    if dq_acc is None:
+        plan = _QUERIES[shape]
+        descs = _operands(q, k, v, do, plan.rows // plan.parts, plan.block)
+        args = (*descs, *strides, lse, delta, dq, q.shape[0], *(query_tiles or ()), q.shape[1], group, left, right, scale)
+        _run(queries_kernel, plan, q, args, (*window, plan.parts, plan.stages))
+    else:
+        launch(convert_kernel, (triton.cdiv(dq.numel(), 4096), 1, 1), (dq_acc, dq, dq.numel(), scale), (4096,), 8)
+
+
+def _run(kernel: Any, plan: _Plan, q: Tensor, args: tuple[Any, ...], constexprs: tuple[Any, ...]) -> None:
+    grid = (multiprocessors(q.get_device()) * plan.per_sm, 1, 1)
+    launch(kernel, grid, args, constexprs, plan.warps, plan.registers)
+
+
+def _operands(q: Tensor, k: Tensor, v: Tensor, do: Tensor, q_rows: int, k_rows: int) -> list[Any]:
+    """Descriptors of two chunks of the head dim each, the second None where one will do."""
+    return [d for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows), (do, q_rows)) for d in _two_chunks(x, rows)]
+
+
+def _two_chunks(x: Tensor, rows: int) -> list[Any]:
+    chunks = {192: (128, 64), 96: (64, 32)}.get(x.shape[2], (x.shape[2],))
+    return [_rows_of_heads(x, rows, columns) for columns in chunks] + [None] * (2 - len(chunks))
+
+
+def _rows_of_heads(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """[T, H, D] as T rows of all heads, in which a head's columns start at head * stride."""
+    t, h, d = x.shape
+    element = gl.float32 if x.dtype == torch.float32 else _ELEMENT[x.dtype]
+    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
+    return TensorDescriptor(x, [t, (h - 1) * x.stride(1) + d], [x.stride(0), 1], [rows, columns], layout)
