@@ -2,11 +2,13 @@
 
 T rows, B sequences, H heads, D head dims. A call is a tile table of each side that is cut (`kernels_tiles.py`) and persistent
 kernels that take tiles until none is left: the grid is as large as the GPU, whatever the batch, and no length is known on the host.
+On Hopper, calls that the kernels written for it serve go to these; plain Triton serves the rest, and every other GPU.
 """
 
 from __future__ import annotations
 
 import math
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +38,7 @@ class Blocks(NamedTuple):
 
 
 _BLOCKS_FP32 = Blocks(32, 32, 4, 1)
+_LONG = 1024  # mean rows of a sequence from which adding up dq in memory beats a second kernel, measured on an H200
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,13 +47,21 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     if call.return_max_logit:
         max_logit.fill_(-math.inf)
     q, k, v = (_loadable(x) for x in call[:3])
+    if is_hopper(q.get_device()) and not call.return_max_logit:
+        from thdops.ops.attention_thd import kernels_hopper_forward as hopper
+
+        if hopper.serves(q, k, v, call.scale):
+            tiles, sequences = _query_tiles(call, hopper.BLOCK_M), call.cu_seqlens_q.shape[0] - 1
+            softmax = "sink" if call.softmax == "learnable" else call.softmax
+            hopper.forward(q, k, v, *tiles, out, lse, call.sink, sequences, *_window(call), call.scale, call.softcap, softmax)
+            return out, lse, max_logit
+
     blocks = _forward_blocks(call)
-    tiles, counts = _query_tiles(call, blocks.queries)
     unit, *strides = _strides(q, k, v)
     negative, factor = call.scale < 0, max(abs(call.scale), 1e-30)  # as good as 0, and keeps -inf * 0 away
     _persistent(
         attention_forward_kernel,
-        (q, k, v, call.sink, out, lse, max_logit, tiles, counts),
+        (q, k, v, call.sink, out, lse, max_logit, *_query_tiles(call, blocks.queries)),
         (*strides, q.shape[0], q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
         (factor if call.softcap else factor * LOG2E.value, call.softcap),
         (negative, *_widths(call), *_bounded(call), call.softmax, call.softcap != 0, call.return_max_logit, unit),
@@ -65,19 +76,30 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     q, k, v = (_loadable(x) for x in call[2:5])
     grad_out = _loadable(q.new_zeros(()).expand(call.out.shape) if call.grad_out is None else call.grad_out)
     lse = call.lse.contiguous()
-    blocks = _queries_blocks(call)
-    tiles, counts = _query_tiles(call, blocks.queries)
-    delta = _delta(call, grad_out, lse, tiles, counts)
-    if call.sink is not None:
-        launch(sink_grad_kernel, (q.shape[1], 1, 1), (call.sink, lse, delta, dsink, q.shape[0]), (1024,), 8)
+    if is_hopper(q.get_device()) and call.softcap == 0:
+        from thdops.ops.attention_thd import kernels_hopper_backward as hopper
+
+        if hopper.serves(q, k, v, grad_out):
+            rows_q, rows_k = hopper.tile_rows(q.shape[2], v.shape[2])
+            tiles = _query_tiles(call, rows_q)
+            long = k.shape[0] >= _LONG * (call.cu_seqlens_q.shape[0] - 1)
+            reduced = long and call.scale > 0 and hopper.reduces(q.shape[2], v.shape[2], call.deterministic)
+            sums = torch.empty(q.shape, dtype=torch.float32, device=q.device) if reduced else None
+            delta = _delta(call, grad_out, lse, *tiles, dsink, sums)
+            key_tiles = _key_tiles(call, rows_k)
+            hopper.backward(q, k, v, grad_out, lse, delta, dq, dk, dv, sums, tiles, key_tiles, *_window(call), call.scale)
+            return dq, dk, dv, dsink
+
     heads, heads_kv = q.shape[1], k.shape[1]
     before, behind = _window(call)
     left, right = _bounded(call)
     unit, *strides = _strides(q, k, v, grad_out)
     strides.append(q.shape[0])
     factors = (call.scale, call.scale if call.softcap else call.scale * LOG2E.value, call.softcap)
+    blocks = _queries_blocks(call)
+    tiles, counts = _query_tiles(call, blocks.queries)
+    delta = _delta(call, grad_out, lse, tiles, counts, dsink)
     operands = (q, k, v, grad_out, lse, delta)
-
     _persistent(
         attention_grad_queries_kernel,
         (*operands, dq, tiles, counts),
@@ -99,21 +121,29 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return dq, dk, dv, dsink
 
 
-def _delta(call: GradCall, grad_out: Tensor, lse: Tensor, tiles: Tensor, counts: Tensor) -> Tensor:
-    """fp32 [Hq, Tq], from the forward's out as it was rounded."""
+@cache
+def is_hopper(device_index: int) -> bool:
+    """Whether a GPU runs the kernels written for compute capability 9.0; all others get plain Triton."""
+    return device_index >= 0 and torch.cuda.get_device_capability(device_index) == (9, 0)
+
+
+def _delta(
+    call: GradCall, grad_out: Tensor, lse: Tensor, tiles: Tensor, counts: Tensor, dsink: Tensor, sums: Tensor | None = None
+) -> Tensor:
+    """fp32 [Hq, Tq], from the forward's out as it was rounded; on the way dsink, and zeros into `sums`, where there are these."""
     out = _loadable(call.out)
     total, heads, dim = out.shape
     delta = torch.empty(heads, total, dtype=torch.float32, device=out.device)
+    grad_lse_strides = (0, 0) if call.grad_lse is None else call.grad_lse.stride()
     args = (
-        *(out, grad_out, lse, call.grad_lse, delta, tiles, counts),
-        *(*out.stride()[:2], *grad_out.stride()[:2], *_lse_strides(call.grad_lse), total, heads),
+        *(out, grad_out, lse, call.grad_lse, delta, sums, tiles, counts),
+        *(*out.stride()[:2], *grad_out.stride()[:2], *grad_lse_strides, total, heads),
     )
-    launch(delta_kernel, (multiprocessors(out.get_device()) * 8, 1, 1), args, (dim, max(16, 1 << (dim - 1).bit_length()), 32))
+    width = max(16, 1 << (dim - 1).bit_length())
+    launch(delta_kernel, (_programs(tiles, heads, 8), 1, 1), args, (dim, width, 0 if sums is None else sums.shape[2], 32))
+    if call.sink is not None:
+        launch(sink_grad_kernel, (heads, 1, 1), (call.sink, lse, delta, dsink, total), (1024,), 8)
     return delta
-
-
-def _lse_strides(grad_lse: Tensor | None) -> tuple[int, ...]:
-    return (0, 0) if grad_lse is None else grad_lse.stride()
 
 
 def _persistent(
@@ -124,16 +154,20 @@ def _persistent(
     flags: tuple[Any, ...],
     blocks: Blocks,
 ) -> None:
-    """Launch at least as many programs as the GPU holds at once; those that come later find no work."""
-    at_once = multiprocessors(tensors[0].get_device()) * 3
+    """`tensors` end in tiles and counts; `numbers` have the heads in front of (group, before, behind)."""
     launch(
         kernel,
-        (at_once, 1, 1),
+        (_programs(tensors[-2], numbers[-4], 3), 1, 1),
         (*tensors, *numbers, *factors),
         (*flags, blocks.queries, blocks.keys),
         blocks.warps,
         stages=blocks.stages,
     )
+
+
+def _programs(tiles: Tensor, heads: int, per_multiprocessor: int) -> int:
+    """Enough to fill the GPU (those that come later find no work), and no more than there can be work items."""
+    return min(tiles.shape[0] * heads, multiprocessors(tiles.get_device()) * per_multiprocessor)
 
 
 # --- metadata ------------------------------------------------------------------------------------------------------------------

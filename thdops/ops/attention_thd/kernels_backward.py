@@ -39,6 +39,7 @@ def delta_kernel(
     lse,
     grad_lse,
     delta,
+    sums,  # fp32 [T, H, ZEROED], to be zeroed; None
     tiles,  # of queries
     counts,
     out_row,
@@ -51,6 +52,7 @@ def delta_kernel(
     heads,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
+    ZEROED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """fp32 delta [H, T] = <dout, out> - dLSE; 0 on padding rows and where no key is seen, whatever stands there."""
@@ -69,10 +71,13 @@ def delta_kernel(
             rows = (first + row)[:, None]
             values = tl.load(out + head * out_head + rows * out_row + columns[None, :], mask=mask, other=0.0).to(tl.float32)
             grads = tl.load(grad_out + head * grad_head + rows * grad_row + columns[None, :], mask=mask, other=0.0).to(tl.float32)
-            sums = tl.sum(values * grads, 1)
+            products = tl.sum(values * grads, 1)
             if grad_lse is not None:
-                sums -= tl.load(grad_lse + head * grad_lse_head + (first + row) * grad_lse_row, mask=alive, other=0.0)
-            tl.store(delta + at, sums, mask=row < owned)
+                products -= tl.load(grad_lse + head * grad_lse_head + (first + row) * grad_lse_row, mask=alive, other=0.0)
+            tl.store(delta + at, products, mask=row < owned)
+            if sums is not None:
+                here = sums + (rows * heads + head) * ZEROED + tl.arange(0, ZEROED)[None, :]
+                tl.store(here, tl.zeros([ROWS, ZEROED], tl.float32), mask=(row < owned)[:, None])
 
 
 @triton.jit(do_not_specialize=["total"])
