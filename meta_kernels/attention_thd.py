@@ -36,7 +36,6 @@ SOFTMAX_KINDS = ("vanilla", "off_by_one", "learnable")
 BACKENDS = ("native", "fa4", "cudnn", "torch", "reference")
 """Every name that `backend` may have, fastest first."""
 
-_NO_CODE = "has no kernels in this version of thdops"
 _HEAD_DIM_RULE = "have a head dim that is a multiple of 8 from 16 to 256"
 
 

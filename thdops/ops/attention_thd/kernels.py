@@ -135,12 +135,10 @@ def _delta(
     total, heads, dim = out.shape
     delta = torch.empty(heads, total, dtype=torch.float32, device=out.device)
     grad_lse_strides = (0, 0) if call.grad_lse is None else call.grad_lse.stride()
-    args = (
-        *(out, grad_out, lse, call.grad_lse, delta, sums, tiles, counts),
-        *(*out.stride()[:2], *grad_out.stride()[:2], *grad_lse_strides, total, heads),
-    )
+    unit, *strides = _strides(out, grad_out)
+    args = (out, grad_out, lse, call.grad_lse, delta, sums, tiles, counts, *strides, *grad_lse_strides, total, heads)
     width = max(16, 1 << (dim - 1).bit_length())
-    launch(delta_kernel, (_programs(tiles, heads, 8), 1, 1), args, (dim, width, 0 if sums is None else sums.shape[2], 32))
+    launch(delta_kernel, (_programs(tiles, heads, 8), 1, 1), args, (dim, width, 0 if sums is None else sums.shape[2], unit, 32))
     if call.sink is not None:
         launch(sink_grad_kernel, (heads, 1, 1), (call.sink, lse, delta, dsink, total), (1024,), 8)
     return delta

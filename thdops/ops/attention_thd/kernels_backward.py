@@ -53,9 +53,14 @@ def delta_kernel(
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ZEROED: tl.constexpr,
+    UNIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
     """fp32 delta [H, T] = <dout, out> - dLSE; 0 on padding rows and where no key is seen, whatever stands there."""
+    out_row = out_row * UNIT  # as in the forward
+    out_head = out_head * UNIT
+    grad_row = grad_row * UNIT
+    grad_head = grad_head * UNIT
     columns = tl.arange(0, WIDTH)
     for item in range(tl.program_id(0), tl.load(counts) * heads, tl.num_programs(0)):
         tile = tiles + (item // heads).to(tl.int64) * 8

@@ -386,11 +386,6 @@ def _refusals(op: str, device: torch.device, args: Callable[[Call], tuple[Any, .
         f"backend must be one of {', '.join(BACKENDS)}, got 'magic'; choose one, or None for the fastest",
         backend="magic",
     )
-    yield no(
-        "a backend without kernels",
-        f"backend must serve the call, got 'fa4', which has no kernels in this version of thdops; {slow}",
-        backend="fa4",
-    )
     reason = unserved("torch", call, False)
     yield no("fp32 for torch", f"backend must serve the call, got 'torch', which {reason}; {slow}", backend="torch")
 
