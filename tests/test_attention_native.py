@@ -263,10 +263,12 @@ def _full_size(model: str, options: dict[str, Any], gaps: bool, dtype: torch.dty
     cu, padded = x.metadata(device)
     keyed = {} if y is x else dict(zip(("cu_seqlens_kv", "cu_seqlens_kv_padded"), y.metadata(device), strict=True))
 
-    def run(backend: str, *leaves: Tensor | None) -> list[Tensor]:
-        leaves = tuple(None if leaf is None else leaf.detach().requires_grad_() for leaf in leaves)
+    def run(backend: str, *given: Tensor | None) -> list[Tensor]:
+        leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in given]
         out, lse = thdops.attention(
-            *leaves[:3],
+            leaves[0],
+            leaves[1],
+            leaves[2],
             cu,
             cu_seqlens_q_padded=padded,
             sink=leaves[3],
@@ -319,6 +321,38 @@ def test_full_size_with_sinks(mask: dict[str, Any], softmax: str) -> None:
 @pytest.mark.parametrize("model", ["16 x 64", "24/1 x 128", "MLA 192/128"])
 def test_full_size_with_softcap(model: str) -> None:
     _full_size(model, {"causal": True, "softcap": 0.5}, True, torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("plain", [True, False], ids=["plain", "as chosen"])
+@pytest.mark.parametrize("dims", [(40, 40), (64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize(("sequences", "rows"), [(1500, 64), (300, 200)])
+def test_many_tiles_a_program(
+    sequences: int, rows: int, dims: tuple[int, int], plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Programs take one tile after the other; the first and the last sequences against dense attention in fp32."""
+    from thdops.ops.attention_thd import kernels
+
+    if plain:
+        monkeypatch.setattr(kernels, "is_hopper", lambda index: False)
+    heads, heads_kv, total, device = 16, 4, sequences * rows, torch.device("cuda")
+    q, k, v, grad = (
+        torch.randn(total, h, d, device=device, dtype=torch.bfloat16)
+        for h, d in ((heads, dims[0]), (heads_kv, dims[0]), (heads_kv, dims[1]), (heads, dims[1]))
+    )
+    cu = torch.arange(0, total + 1, rows, device=device, dtype=torch.int32)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for deterministic in (True, False):
+        out = thdops.attention(leaves[0], leaves[1], leaves[2], cu, causal=True, backend="native", deterministic=deterministic)
+        answers = (out, *torch.autograd.grad(out, leaves, grad))
+        for first in (0, total - 40 * rows):
+            few = slice(first, first + 40 * rows)
+            batch = [x.detach()[few].float().unflatten(0, (40, rows)).transpose(1, 2).requires_grad_() for x in leaves]
+            dense = torch.nn.functional.scaled_dot_product_attention(batch[0], batch[1], batch[2], is_causal=True, enable_gqa=True)
+            up = grad[few].float().unflatten(0, (40, rows)).transpose(1, 2)
+            for name, a, b in zip(("out", "dq", "dk", "dv"), answers, (dense, *torch.autograd.grad(dense, batch, up)), strict=True):
+                a = a[few].float().unflatten(0, (40, rows)).transpose(1, 2)
+                torch.testing.assert_close(a, b, rtol=0, atol=0.015 * float(b.abs().max()), msg=f"{name} from row {first} on")
 
 
 @pytest.mark.gpu

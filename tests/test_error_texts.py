@@ -117,12 +117,10 @@ thdops::attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_
     TypeError: attention: sink must be float32, got bfloat16; cast it
   unknown backend
     ValueError: attention: backend must be one of native, fa4, cudnn, torch, reference, got 'magic'; choose one, or None for the fastest
-  a backend without kernels
-    ValueError: attention: backend must serve the call, got 'native', which has no kernels in this version of thdops; change the call, or pass backend='reference' (every feature, slow)
   fp32 for torch
     ValueError: attention: backend must serve the call, got 'torch', which runs on CUDA only; change the call, or pass backend='reference' (every feature, slow)
   no fast backend
-    ValueError: attention: backend must serve the call, got None, and no fast backend does (native has no kernels in this version of thdops; fa4 runs on CUDA only; cudnn runs on CUDA only; torch runs on CUDA only); change the call, or pass backend='reference' (every feature, slow)
+    ValueError: attention: backend must serve the call, got None, and no fast backend does (native runs on CUDA only; fa4 runs on CUDA only; cudnn runs on CUDA only; torch runs on CUDA only); change the call, or pass backend='reference' (every feature, slow)
 thdops::attention_grad(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_q, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_kv_padded, Tensor? sink, bool causal, bool bottom_right, SymInt window_left, SymInt window_right, float scale, str softmax, float softcap, SymInt max_seqlen_q, SymInt max_seqlen_kv, bool deterministic, str backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)
   q of two dimensions
     ValueError: attention_grad: q must have 3 dimensions [Tq, Hq, Dqk], got shape [25, 64]; reshape it
@@ -176,8 +174,6 @@ thdops::attention_grad(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, T
     TypeError: attention_grad: sink must be float32, got bfloat16; cast it
   unknown backend
     ValueError: attention_grad: backend must be one of native, fa4, cudnn, torch, reference, got 'magic'; choose one, or None for the fastest
-  a backend without kernels
-    ValueError: attention_grad: backend must serve the call, got 'native', which has no kernels in this version of thdops; change the call, or pass backend='reference' (every feature, slow)
   fp32 for torch
     ValueError: attention_grad: backend must serve the call, got 'torch', which runs on CUDA only; change the call, or pass backend='reference' (every feature, slow)
   out of another shape

@@ -180,6 +180,9 @@ class OpSpec:
     tags: tuple[torch.Tag, ...] = (torch.Tag.pt2_compliant_tag,)
     roundings: float = 1.0
     """How many roundings of the output's dtype the kernel may be off, beyond the error of the low-precision reference."""
+    coarse: tuple[str, ...] = ()
+    """Results, and arguments whose gradients, are sums over what was rounded to the operands' dtype, whatever dtype they have
+    themselves (a sink's gradient in fp32, from bf16 rows): their roundings are those of the coarsest operand."""
     mutates: tuple[str, ...] = ()
     no_gradient: tuple[str, ...] = ()
     """Floating-point arguments and (named in the schema) results that have no gradient by contract, such as a token count."""

@@ -147,6 +147,13 @@ class OpUnderTest:
         name = returns[index].name if index < len(returns) else ""
         return name or (f"output {index}" if len(returns) > 1 else "the output")
 
+    def rounded_to(self, name: str, dtype: torch.dtype, args: Arguments) -> torch.dtype:
+        """What dtype a result, or the gradient of an argument, is rounded to in effect: its own, or the coarsest of the call."""
+        if name not in self.spec.coarse:
+            return dtype
+        floats = [s.tensor.dtype for s in self.slots(args) if s.tensor.is_floating_point()]
+        return max(floats, key=lambda d: torch.finfo(d).eps, default=dtype)
+
     def has_metadata(self) -> bool:
         """Whether an argument is a `cu_seqlens`."""
         return any(is_metadata(name) for name in self.argument_names)

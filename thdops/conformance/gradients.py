@@ -100,8 +100,9 @@ def check_gradients(case: OpUnderTest) -> None:
                 actual = gradients(case, case.op, sample.args, upstream)
                 eager = gradients(case, case.eager, sample.args, upstream)
                 for slot, truth in true_gradients(case, sample.args, upstream).items():
-                    error = as_good_as(eager[slot], truth)
-                    close(f"gradient of {slot} from {source}", actual[slot], truth, error, case.spec.roundings, across_rows=True)
+                    error, dtype = as_good_as(eager[slot], truth), case.rounded_to(slot, actual[slot].dtype, sample.args)
+                    what = f"gradient of {slot} from {source}"
+                    close(what, actual[slot], truth, error, case.spec.roundings, across_rows=True, dtype=dtype)
     if ran == 0:
         raise CheckFailed("the op has a backward formula but no sample has a floating-point input")
 

@@ -59,8 +59,16 @@ def as_good_as(eager: Tensor, truth: Tensor) -> float:
     return 2 * error_of(eager, truth)
 
 
-def close(what: str, actual: Tensor, truth: Tensor, error: float, roundings: float, across_rows: bool = False) -> None:
-    """Raise `CheckFailed` unless `actual` is `truth` up to `error` and `roundings` roundings of its dtype.
+def close(
+    what: str,
+    actual: Tensor,
+    truth: Tensor,
+    error: float,
+    roundings: float,
+    across_rows: bool = False,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Raise `CheckFailed` unless `actual` is `truth` up to `error` and `roundings` roundings of `dtype` (None: its own).
 
     A rounding is measured on the largest element of a row (the last dimension), since that is what a sum over it was rounded at;
     with `across_rows` on the largest of all, since a gradient sums over rows too. Integers and bools must be equal; so must
@@ -78,7 +86,7 @@ def close(what: str, actual: Tensor, truth: Tensor, error: float, roundings: flo
         finite = t.isfinite()
         size = torch.where(finite, t.abs(), 0.0)
         size = size.max() if across_rows or size.dim() == 0 else size.amax(-1, keepdim=True)
-        allowed = error + roundings * torch.finfo(actual.dtype).eps * size
+        allowed = error + roundings * torch.finfo(dtype or actual.dtype).eps * size
         same = torch.where(finite, (a - t).abs() <= allowed, (a == t) | (a.isnan() & t.isnan()))
         off = ~same
     if off.any():

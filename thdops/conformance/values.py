@@ -43,15 +43,17 @@ def check_reference(case: OpUnderTest) -> None:
         with naming(sample.name):
             truth = case.truth(sample.args)
             for i, (actual, expected) in enumerate(zip(case.call(case.op, sample.args), truth, strict=True)):
-                close(case.output_label(i), actual, expected, _eager_error(actual, expected), 0.0)
+                label = case.output_label(i)
+                error = _eager_error(actual, expected, case.rounded_to(label, actual.dtype, sample.args))
+                close(label, actual, expected, error, 0.0)
 
 
-def _eager_error(actual: Tensor, truth: Tensor) -> float:
-    """What eager code may be off: some roundings of the largest number of the whole result."""
+def _eager_error(actual: Tensor, truth: Tensor, dtype: torch.dtype) -> float:
+    """What eager code may be off: some roundings to `dtype` of the largest number of the whole result."""
     if not actual.is_floating_point() or truth.numel() == 0:
         return 0.0
     size = torch.where(truth.isfinite(), truth.abs().double(), 0.0).max()
-    return _EAGER_ROUNDINGS.get(actual.dtype, 1.0) * torch.finfo(actual.dtype).eps * float(size)
+    return _EAGER_ROUNDINGS.get(dtype, 1.0) * torch.finfo(dtype).eps * float(size)
 
 
 def check_kernel(case: OpUnderTest) -> None:
@@ -86,7 +88,8 @@ def _near_truth(case: OpUnderTest, function: Callable[..., Any], args: Arguments
             raise CheckFailed(
                 f"{label}: the kernel returns {kind(actual)} strides {actual.stride()}, the reference {kind(low)} {low.stride()}"
             )
-        close(label, actual, expected, as_good_as(low, expected), case.spec.roundings)
+        dtype = case.rounded_to(label, actual.dtype, args)
+        close(label, actual, expected, as_good_as(low, expected), case.spec.roundings, dtype=dtype)
 
 
 def check_repeatable(case: OpUnderTest) -> None:

@@ -38,6 +38,8 @@ class Blocks(NamedTuple):
 
 
 _BLOCKS_FP32 = Blocks(32, 32, 4, 1)
+_BLOCKS_SMALL = Blocks(32, 32, 4, 1)
+_SHARED_MEMORY = 160 * 1024
 _LONG = 1024  # mean rows of a sequence from which adding up dq in memory beats a second kernel, measured on an H200
 
 
@@ -226,6 +228,8 @@ def _width(call: Call | GradCall) -> int:
 def _forward_blocks(call: Call) -> Blocks:
     if call.q.dtype == torch.float32:
         return _BLOCKS_FP32
+    if not _has_room(call.q.get_device()):
+        return _BLOCKS_SMALL
     width = _width(call)
     if width <= 64:
         return Blocks(128, 64, 4, 3)
@@ -233,15 +237,23 @@ def _forward_blocks(call: Call) -> Blocks:
 
 
 def _keys_blocks(call: GradCall) -> Blocks:
+    # 64 queries at least where there is room: fewer rows than a warpgroup's product has would take the units of older GPUs.
     if call.q.dtype == torch.float32:
         return _BLOCKS_FP32
-    width = _width(call)
-    if width <= 64:
-        return Blocks(64, 64, 4, 2)
-    return Blocks(32, 128 if width <= 128 else 64, 8, 2)
+    if not _has_room(call.q.get_device()):
+        return _BLOCKS_SMALL
+    return Blocks(64, 64, 4, 2) if _width(call) <= 64 else Blocks(64, 64, 8, 1)
 
 
 def _queries_blocks(call: GradCall) -> Blocks:
     if call.q.dtype == torch.float32:
         return _BLOCKS_FP32
+    if not _has_room(call.q.get_device()):
+        return _BLOCKS_SMALL
     return Blocks(128, 64, 8, 2 if _width(call) <= 128 else 1)
+
+
+@cache
+def _has_room(device_index: int) -> bool:
+    """Whether a program may have the shared memory that the large blocks take (A100, H100 and later data-centre GPUs)."""
+    return device_index < 0 or torch.cuda.get_device_properties(device_index).shared_memory_per_block_optin >= _SHARED_MEMORY
