@@ -270,10 +270,10 @@ def unserved(name: str, call: Call | GradCall, wants_max_logit: bool) -> str:
     """Why backend `name` does not serve a legal call, or ""."""
     if name == "reference":
         return ""
-    if name == "native":
-        return "" if call.q.device.type == "cuda" else "runs on CUDA only"
     if call.q.device.type != "cuda":
         return "runs on CUDA only"
+    if name == "native":
+        return "" if installed("triton.language") else "needs Triton (pip install 'thdops[kernels]')"
     if name in PEERS and not installed(PEERS[name]):
         return f"is not installed (pip install 'thdops[{name}]')"
     if call.q.dtype not in (torch.bfloat16, torch.float16):

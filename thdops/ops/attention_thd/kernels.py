@@ -155,9 +155,12 @@ def _persistent(
     blocks: Blocks,
 ) -> None:
     """`tensors` end in tiles and counts; `numbers` have the heads in front of (group, before, behind)."""
+    tiles, heads = tensors[-2], numbers[-4]
+    # One tile a program for keys: where programs took several, an H200 gave wrong dk at D = 256, which is not understood yet.
+    programs = tiles.shape[0] * heads if kernel is attention_grad_keys_kernel else _programs(tiles, heads, 3)
     launch(
         kernel,
-        (_programs(tensors[-2], numbers[-4], 3), 1, 1),
+        (programs, 1, 1),
         (*tensors, *numbers, *factors),
         (*flags, blocks.queries, blocks.keys),
         blocks.warps,
@@ -237,12 +240,14 @@ def _forward_blocks(call: Call) -> Blocks:
 
 
 def _keys_blocks(call: GradCall) -> Blocks:
-    # 64 queries at least where there is room: fewer rows than a warpgroup's product has would take the units of older GPUs.
     if call.q.dtype == torch.float32:
         return _BLOCKS_FP32
     if not _has_room(call.q.get_device()):
         return _BLOCKS_SMALL
-    return Blocks(64, 64, 4, 2) if _width(call) <= 64 else Blocks(64, 64, 8, 1)
+    width = _width(call)
+    if width <= 64:
+        return Blocks(64, 64, 4, 2)
+    return Blocks(32, 128 if width <= 128 else 64, 8, 2)
 
 
 def _queries_blocks(call: GradCall) -> Blocks:
