@@ -21,14 +21,11 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -37,8 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of
+from thdops.ops.attention_thd.kernels_hopper_names import async_atomic_add, async_load, barrier
 from thdops.ops.launch import launch, multiprocessors
 
 _LOG2E = gl.constexpr(1.4426950408889634)
@@ -54,7 +52,7 @@ def _post(work, turn, item):
     slot = turn % 2
     mbarrier.wait(empty.index(slot), ((turn // 2) & 1) ^ 1)
     mail.index(slot).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(full.index(slot), count=1)
 
 
@@ -65,7 +63,7 @@ def _take(work, turn):
     slot = turn % 2
     mbarrier.wait(full.index(slot), (turn // 2) & 1)
     item = gl.max(mail.index(slot).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
-    gl.thread_barrier()
+    barrier()
     mbarrier.arrive(empty.index(slot), count=1)
     return item
 
@@ -204,7 +202,7 @@ def _clear(chunks, slot, valid):
     for c in gl.static_range(len(chunks)):
         _clear_chunk(chunks[c].index(slot), valid)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -226,7 +224,7 @@ def _clear_shared(a, b, slot, valid, part: gl.constexpr, PARTS: gl.constexpr, cl
 def _copy(descs, chunks, slot, bar, row, column):
     """Start copying a block of one head into a slot."""
     for c in gl.static_range(len(descs)):
-        tma.async_copy_global_to_shared(descs[c], [row, column + descs[0].block_type.shape[1] * c], bar, chunks[c].index(slot))
+        async_load(descs[c], [row, column + descs[0].block_type.shape[1] * c], bar, chunks[c].index(slot))
 
 
 @gluon.jit
@@ -234,13 +232,6 @@ def _copy_tile(descs, chunks, bar, row, column):
     PARTS: gl.constexpr = chunks[0].shape[0]
     for p in gl.static_range(PARTS):
         _copy(descs, chunks, p, bar, row + p * chunks[0].shape[1], column)
-
-
-@builtin
-def _reduce_add(desc: Any, coord: Any, source: Any, _semantic: Any = None) -> None:
-    """Start adding a block of shared memory to global memory: Triton has the operation, Gluon 3.6 has no name for it."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, source.handle)
 
 
 @gluon.jit
@@ -350,7 +341,7 @@ def _keys_producer(
                     mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
                     lse_s.index(slot).store(lse_b)
                     delta_s.index(slot).store(delta_b)
-                    gl.thread_barrier()
+                    barrier()
                     mbarrier.expect(full.index(slot), BYTES)
                     _copy(q_desc, q, slot, full.index(slot), other_row + i, h * q_head)
                     _copy(do_desc, do, slot, full.index(slot), other_row + i, h * do_head)
@@ -379,8 +370,8 @@ def _add_dq(dq, valid, dq_desc, dq_s, row, column):
         dq = gl.where((r < valid)[:, None], dq, 0.0)
     dq_s.store(dq)
     fence_async_shared()
-    gl.thread_barrier()
-    _reduce_add(dq_desc, [row, column], dq_s)
+    barrier()
+    async_atomic_add(dq_desc, [row, column], dq_s)
 
 
 @gluon.jit
@@ -406,7 +397,7 @@ def _keys_block(
     dp = _dot_transposed(v, part, do, slot, S)
     if RUNS_ON:
         dk = _wait(dk, len(k) + len(v))
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > start)
     cut = _is_cut(i, position, valid, others, right, left, ROWS, BLOCK_Q, RIGHT, LEFT)
     lse_b = lse_s.index(slot).load(along)
@@ -429,7 +420,7 @@ def _keys_block(
         ds_s.store(ds)
         tma.store_wait(dq_s.shape[0] - 1)  # the oldest share has been read
         fence_async_shared()
-        gl.thread_barrier()
+        barrier()
         dq = _dq_share(ds_s, k[0].index(part))
         dk = _dot(ds, q, slot, dk)
         dq = warpgroup_mma_wait(len(k), deps=(dq,))
@@ -503,12 +494,12 @@ def _keys_consumer(
                                 part, running, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, start,
                                 LEFT, RIGHT, RUNS_ON, REDUCE,
                             )  # fmt: skip
-                        gl.thread_barrier()
+                        barrier()
                         mbarrier.arrive(empty.index(n % STAGES), count=1)
                     n += 1
             if RUNS_ON:
                 dk = _wait(running, 0)
-                gl.thread_barrier()
+                barrier()
                 mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1)
             else:
                 dk = running
@@ -550,7 +541,7 @@ def keys_kernel(
     block_bars = (_barriers(STAGES, 1), _barriers(STAGES, PARTS))
     clean = _barriers(1, 1).index(0)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -654,7 +645,7 @@ def _queries_block(
     dp = _dot_transposed(do, part, v, slot, S)
     if RUNS_ON:
         dq = _wait(dq, len(q) + len(v))
-        gl.thread_barrier()
+        barrier()
         mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > start)
     cut = _is_cut(j, position, valid, others, left, right, ROWS, BLOCK_K, LEFT, RIGHT)
     s = warpgroup_mma_wait(len(v), deps=(s,))
@@ -728,12 +719,12 @@ def _queries_consumer(
                         running = _queries_block(
                             part, running, lse_r, delta_r, j, tile, window, scale, operands, empty, n, start, LEFT, RIGHT, RUNS_ON
                         )
-                    gl.thread_barrier()
+                    barrier()
                     mbarrier.arrive(empty.index(n % STAGES), count=1)
                 n += 1
             if RUNS_ON:
                 dq = _wait(running, 0)
-                gl.thread_barrier()
+                barrier()
                 mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1)
             else:
                 dq = running
@@ -758,7 +749,7 @@ def queries_kernel(
     block_bars = (_barriers(STAGES, 1), _barriers(STAGES, PARTS))
     clean = _barriers(1, 1).index(0)
     fence_async_shared()
-    gl.thread_barrier()
+    barrier()
     if PARTS == 1:
         gl.warp_specialize(
             [
@@ -831,26 +822,11 @@ _QUERIES = {
     (192, 128): _Plan(128, 2, 64, 2, 4),
 }
 _REDUCED = {(128, 128)}  # head dims for which the reduction was the faster way to dQ
-_ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-_INT32 = 2**31
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
     """Whether `backward` takes these: a tuned pair of head dims, 16 bits, rows that TMA can address, something to do."""
-    return (
-        (q.shape[2], v.shape[2]) in _KEYS and q.dtype in _ELEMENT and all(x.numel() > 0 and _addressable(x) for x in (q, k, v, do))
-    )
-
-
-def _addressable(x: Tensor) -> bool:
-    t, h, d = x.shape
-    return (
-        x.stride(2) == 1
-        and all(s >= 0 and s % 8 == 0 for s in x.stride()[:2])
-        and x.stride(0) > 0
-        and x.data_ptr() % 16 == 0
-        and max(t, (h - 1) * x.stride(1) + d) < _INT32
-    )
+    return (q.shape[2], v.shape[2]) in _KEYS and q.dtype in ELEMENT and all(map(addressable, (q, k, v, do)))
 
 
 def tile_rows(d_qk: int, d_v: int) -> tuple[int, int]:
@@ -891,7 +867,7 @@ def backward(
     group = q.shape[1] // k.shape[1]
     plan = _KEYS[shape]
     descs = _operands(q, k, v, do, plan.block, plan.rows // plan.parts)
-    added = descs[0] if dq_acc is None else _rows_of_heads(dq_acc, plan.block, shape[0])
+    added = descs[0] if dq_acc is None else Boxes(dq_acc, *box_of(dq_acc, plan.block, shape[0]))
     args = (*descs, added, *strides, lse, delta, dk, dv, q.shape[0], *key_tiles, k.shape[1], group, left, right, scale)
     window = (*shape, int(left >= 0), int(right >= 0))
     _run(keys_kernel, plan, q, args, (*window, plan.parts, plan.stages, int(dq_acc is not None)))
@@ -916,12 +892,4 @@ def _operands(q: Tensor, k: Tensor, v: Tensor, do: Tensor, q_rows: int, k_rows: 
 
 def _two_chunks(x: Tensor, rows: int) -> list[Any]:
     chunks = {192: (128, 64), 96: (64, 32)}.get(x.shape[2], (x.shape[2],))
-    return [_rows_of_heads(x, rows, columns) for columns in chunks] + [None] * (2 - len(chunks))
-
-
-def _rows_of_heads(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """[T, H, D] as T rows of all heads, in which a head's columns start at head * stride."""
-    t, h, d = x.shape
-    element = gl.float32 if x.dtype == torch.float32 else _ELEMENT[x.dtype]
-    layout = gl.NVMMASharedLayout.get_default_for([rows, columns], element)
-    return TensorDescriptor(x, [t, (h - 1) * x.stride(1) + d], [x.stride(0), 1], [rows, columns], layout)
+    return [Boxes(x, *box_of(x, rows, columns)) for columns in chunks] + [None] * (2 - len(chunks))

@@ -18,20 +18,18 @@ waits for S only, and takes the softmax of S while the second product runs.
 
 from typing import Any
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.core import _aggregate as aggregate
 
+from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of
+from thdops.ops.attention_thd.kernels_hopper_names import VIEWS_REACH_BEYOND, aggregate, async_load, barrier, reinterpret
 from thdops.ops.launch import Plans, launch_as, multiprocessors
 
 _LOG2E = 1.4426950408889634
@@ -115,12 +113,12 @@ def make_ring(desc, BUFFERS: gl.constexpr, STAGES: gl.constexpr):
 def load_boxes(desc, ring, n, row, column, PARTS: gl.constexpr, BOXES: gl.constexpr):
     """PARTS x BOXES boxes from (row, column) on, as the n-th content of the ring."""
     stage = n % ring.STAGES
-    barrier = ring.full.index(stage)
-    mbarrier.expect(barrier, PARTS * BOXES * desc.block_type.nbytes)
+    full = ring.full.index(stage)
+    mbarrier.expect(full, PARTS * BOXES * desc.block_type.nbytes)
     for part in gl.static_range(PARTS):
         for box in gl.static_range(BOXES):
             at = [row + part * desc.block_shape[0], column + box * desc.block_shape[1]]
-            tma.async_copy_global_to_shared(desc, at, barrier, ring.buffers.index((stage * PARTS + part) * BOXES + box))
+            async_load(desc, at, full, ring.buffers.index((stage * PARTS + part) * BOXES + box))
 
 
 # --- what rows see ----------------------------------------------------------------------------------------------------------------
@@ -197,7 +195,7 @@ def publish(fields, n, STAGES: gl.constexpr, values):
     for f in gl.static_range(len(values)):
         packed = gl.where(i == f, values[f], packed)
     fields.index(n % STAGES).store(packed)
-    gl.thread_barrier()
+    barrier()
 
 
 @gluon.jit
@@ -396,6 +394,19 @@ def finish(o, m, total, sink, head, SOFTMAX: gl.constexpr):
 
 
 @gluon.jit
+def joined(buffers, first, BOXES: gl.constexpr):
+    """BOXES boxes side by side as one [ROWS, BOXES * CHUNK], among a warpgroup's boxes of Q, which begin with `first`.
+
+    Where a view may not reach beyond its buffer, they are those that begin at a multiple of BOXES: of 3 boxes, 2 always do.
+    """
+    if VIEWS_REACH_BEYOND:
+        return reinterpret(buffers.index(first), buffers.dtype, [ROWS, BOXES * CHUNK], SWIZZLED)
+    else:
+        rows = reinterpret(buffers, buffers.dtype, [buffers.shape[0] // BOXES, ROWS, BOXES * CHUNK], SWIZZLED)
+        return rows.index((first + BOXES - 1) // BOXES)
+
+
+@gluon.jit
 def store_out(o, staging, out, i, valid, rows, out_row, D_V: gl.constexpr):
     """Rows i of the tile, those from `valid` on as zeros; through shared memory, for 16-byte stores."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_V, D_V // 8], [4, 1], [1, 0])
@@ -428,7 +439,7 @@ def consume(args, plan, GROUP: gl.constexpr):
         o, logsumexp = finish(o, m, total, sink, head, plan.SOFTMAX)
         i = GROUP * ROWS + gl.arange(0, ROWS, layout=logsumexp.type.layout)
         gl.store(lse + head.to(gl.int64) * lse_head + row + i, gl.where(i < valid, logsumexp * LN2, float("-inf")), mask=i < rows)
-        staging = q_ring.buffers.index(q_first)._reinterpret(q_ring.buffers.dtype, [ROWS, plan.D_V], SWIZZLED)
+        staging = joined(q_ring.buffers, q_first, plan.D_V // CHUNK)
         store_out(o, staging, out + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head, i, valid, rows, out_row, plan.D_V)
         q_ring.release(n)
         n += 1
@@ -484,49 +495,22 @@ _SHAPES = {
 _SHORT = 512  # keys: below, blocks of 64 win more at their ends than they lose to blocks of 128
 
 
-class _Boxes(TensorDescriptor):
-    """A descriptor without the checks of its parent, which cost more than a launch; `serves` and `_plan` make sure of them."""
-
-    def __init__(self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int]) -> None:
-        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
-        self.layout, self.padding = SWIZZLED.value, "zero"
-
-
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     """Whether `forward` takes such a call: head dims with a tuned shape, 16-bit floats, rows that TMA can load, scale > 0.
 
     Maxima are taken before the scale is applied, hence its sign. The GPU must be a Hopper (compute capability 9.0).
     """
-    return (
-        (q.shape[2], v.shape[2]) in _SHAPES
-        and q.dtype in (torch.bfloat16, torch.float16)
-        and scale > 0.0
-        and all(map(_loadable, (q, k, v)))
-    )
-
-
-def _loadable(x: Tensor) -> bool:
-    """Some rows, 16-byte aligned in every respect, columns of all heads within 32 bits."""
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) % 8 == 0 and x.stride(1) % 8 == 0 and x.stride(2) == 1
-    return aligned and x.shape[0] > 0 and _width(x) < 2**31
-
-
-def _width(x: Tensor) -> int:
-    """Columns, when all heads of a row are seen as one row; heads may be further apart than rows."""
-    return (x.shape[1] - 1) * x.stride(1) + x.shape[2]
-
-
-def _boxes(x: Tensor, rows: int, columns: int) -> tuple[list[int], list[int], list[int]]:
-    """What `_Boxes` needs beside the tensor, for [rows, columns] boxes of one head."""
-    return [x.shape[0], _width(x)], [x.stride(0), 1], [rows, columns]
+    return (q.shape[2], v.shape[2]) in _SHAPES and q.dtype in ELEMENT and scale > 0.0 and all(map(addressable, (q, k, v)))
 
 
 def _plan(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, short: bool, left: bool, right: bool, softmax: str, softcap: bool
-) -> Any:
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
+    short: bool, left: bool, right: bool, softmax: str, softcap: bool,
+) -> Any:  # fmt: skip
+    """`sink` is here for its alignment: see `Plans`."""
     heads = q.shape[1]
     block_n, q_stages, stages = _SHAPES[q.shape[2], v.shape[2]][short]
-    boxes = (_boxes(q, ROWS.value, CHUNK.value), _boxes(k, block_n, CHUNK.value), _boxes(v, block_n, v.shape[2]))
+    boxes = (box_of(q, ROWS.value, CHUNK.value), box_of(k, block_n, CHUNK.value), box_of(v, block_n, v.shape[2]))
     strides = (q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), lse.stride(0))
     constexprs = (q.shape[2], v.shape[2], block_n, q_stages, stages, left, right, softmax, softcap)
     return *boxes, (heads, heads // k.shape[1], *strides), constexprs
@@ -555,9 +539,9 @@ def forward(
     """
     windowed = left >= 0 and right >= 0 and left + right < _SHORT
     short = windowed or k.shape[0] < _SHORT * sequences
-    key, (q_boxes, k_boxes, v_boxes, ints, constexprs) = _plans(
-        q, k, v, out, lse, short, left >= 0, right >= 0, softmax, softcap > 0.0
+    key, (q_box, k_box, v_box, ints, constexprs) = _plans(
+        q, k, v, out, lse, sink, short, left >= 0, right >= 0, softmax, softcap > 0.0
     )
-    boxes = (_Boxes(q, *q_boxes), _Boxes(k, *k_boxes), _Boxes(v, *v_boxes))
+    boxes = (Boxes(q, *q_box), Boxes(k, *k_box), Boxes(v, *v_box))
     args = (*boxes, tiles, counts, out, lse, lse if sink is None else sink, *ints, left, right, scale * _LOG2E, softcap)
     launch_as(key, attention_forward, (multiprocessors(q.get_device()), 1, 1), args, constexprs)

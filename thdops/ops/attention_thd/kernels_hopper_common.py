@@ -1,0 +1,49 @@
+"""What the launchers of the Hopper kernels share: tensors as TMA loads them.
+
+[T, H, D] (rows, heads, head dim) is to TMA T rows of all heads, in which a head's columns start at head * stride, and which is
+loaded in boxes of [rows, columns].
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}  # what the kernels take
+_INT32 = 2**31
+
+Box = tuple[list[int], list[int], list[int], gl.NVMMASharedLayout]
+
+
+class Boxes(TensorDescriptor):
+    """A descriptor without the checks of its parent, which cost more than a launch; `addressable` makes sure of them."""
+
+    def __init__(
+        self, base: Tensor, shape: list[int], strides: list[int], block_shape: list[int], layout: gl.NVMMASharedLayout
+    ) -> None:
+        self.base, self.shape, self.strides, self.block_shape = base, shape, strides, block_shape
+        self.layout, self.padding = layout, "zero"
+
+
+def box_of(x: Tensor, rows: int, columns: int) -> Box:
+    """What `Boxes` needs beside the tensor."""
+    t, h, d = x.shape
+    row, head, _ = x.stride()
+    return [t, (h - 1) * head + d], [row, 1], [rows, columns], _layout(rows, columns, x.dtype)
+
+
+@cache
+def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([rows, columns], ELEMENT.get(dtype, gl.float32))
+
+
+def addressable(x: Tensor) -> bool:
+    """Some rows, none of them on top of another, 16-byte aligned in every respect, rows and columns within 32 bits."""
+    t, h, d = x.shape
+    row, head, column = x.stride()
+    aligned = column == 1 and row % 8 == 0 and head % 8 == 0 and x.data_ptr() % 16 == 0
+    return aligned and row > 0 and x.numel() > 0 and max(t, (h - 1) * head + d) < _INT32
