@@ -1,0 +1,158 @@
+"""The attention kernels for Hopper compile, in every tuned variant, without a GPU and under the Triton that is installed.
+
+Triton's interpreter knows no Gluon, so that only a Hopper runs these kernels. They are written against names of Gluon that change
+from release to release; this is where such a change is seen.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import itertools
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from meta_kernels.attention_thd import Call, GradCall
+
+SHARED_MEMORY = 227 * 1024  # bytes that a block may have on compute capability 9.0
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (256, 256))
+WINDOWS = tuple(itertools.product((False, True), (False, True)))  # bounded on the left, on the right
+SETTINGS = tuple(itertools.product(("vanilla", "off_by_one", "learnable"), (0.0, 30.0)))  # softmax, softcap
+WINDOW = ("HAS_LEFT", "HAS_RIGHT", "LEFT", "RIGHT")  # what a kernel calls them; those with both are compiled to the end
+SHORT, LONG = 64, 1024
+
+
+def calls() -> Iterator[tuple[Call, GradCall]]:
+    """Head dims x windows x length, all of them; softmax and softcap take turns, for they meet none of the others in a kernel."""
+    settings = itertools.cycle(SETTINGS)
+    for dims, (left, right), rows in itertools.product(DIMS, WINDOWS, (SHORT, LONG)):
+        yield _call(torch.bfloat16, *dims, rows, left, right, *next(settings))
+    yield _call(torch.float16, 128, 128, SHORT, False, True, "vanilla", 0.0)
+
+
+def _call(
+    dtype: torch.dtype, dim: int, dim_v: int, rows: int, left: bool, right: bool, softmax: Any, softcap: float
+) -> tuple[Call, GradCall]:
+    """One sequence of `rows`; short ones want a deterministic gradient, long ones any."""
+    q, k, v, out = (torch.zeros(rows, heads, d, dtype=dtype) for heads, d in ((4, dim), (2, dim), (2, dim_v), (4, dim_v)))
+    sink = torch.zeros(4) if softmax == "learnable" else None
+    call = Call(
+        *(q, k, v, torch.tensor([0, rows], dtype=torch.int32), None, None, None, sink),
+        causal=right,
+        bottom_right=False,
+        window_left=rows if left else -1,
+        window_right=-1,
+        scale=dim**-0.5,
+        softmax=softmax,
+        softcap=softcap,
+        max_seqlen_q=0,
+        max_seqlen_kv=0,
+        deterministic=rows == SHORT,
+        backend="native",
+        return_max_logit=False,
+    )
+    rest = call._replace(softcap=0.0)[3:-1]  # the gradient's kernels know no softcap
+    return call, GradCall(out, None, q, k, v, out, torch.zeros(4, rows), *rest)
+
+
+def compile_all() -> None:
+    """In a process of its own, and a second one: compile each variant that a call launches; print what `outcomes` returns."""
+    import triton
+
+    from thdops.conformance.ahead import _Driver
+    from thdops.ops.attention_thd import kernels
+    from thdops.ops.launch import intercept
+
+    driver: Any = triton.runtime.driver
+    driver.set_active(_Driver([90]))
+    kernels.is_hopper = lambda device_index: True
+    with intercept(_note):
+        for call, grad_call in calls():
+            kernels.attention(call)
+            kernels.attention_grad(grad_call)
+    with multiprocessing.get_context("fork").Pool(2) as pool:  # forked, for the launches that were noted
+        print(json.dumps(dict(zip(_launches, pool.map(_outcome, _launches, chunksize=1), strict=True))))
+
+
+class _Enough(Exception):
+    """A variant has got as far as LLVM, where names no longer matter and most of the time goes."""
+
+
+_launches: dict[str, Any] = {}
+
+
+def _note(kernel: Any, grid: Any, args: tuple[Any, ...], constexprs: tuple[Any, ...], options: dict[str, int]) -> None:
+    if "hopper" in kernel.fn.__module__:
+        (dtype,) = {x.dtype for x in args if isinstance(x, torch.Tensor)} & {torch.bfloat16, torch.float16}
+        flags = [bool(constant) for name, constant in zip(kernel.arg_names[len(args) :], constexprs, strict=True) if name in WINDOW]
+        launch = (kernel, grid, args, constexprs, options, all(flags))
+        _launches[f"{kernel.__name__} {' '.join(map(str, constexprs))} {dtype}"] = launch
+
+
+def _outcome(variant: str) -> Any:
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from thdops.conformance.ahead import _reason
+
+    kernel, grid, args, constexprs, options, whole = _launches[variant]
+    try:
+        with contextlib.nullcontext() if whole else mock.patch.object(CUDABackend, "make_llir", side_effect=_Enough):
+            return kernel.warmup(*args, *constexprs, grid=grid, **options).metadata.shared
+    except _Enough:
+        return None
+    except Exception as error:
+        return _reason(error)
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, Any]:
+    """What became of each variant: the bytes of shared memory that it takes (None: not known so early) or its error."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    if sys.platform != "linux":
+        pytest.skip("Triton compiles for NVIDIA GPUs on Linux only")
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = f"import sys; sys.path[:0] = {sys.path!r}; from {__name__} import compile_all; compile_all()"
+    done = subprocess.run([sys.executable, "-c", command], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
+
+
+@pytest.mark.slow
+def test_every_variant_compiles(outcomes: dict[str, Any]) -> None:
+    assert {variant: why for variant, why in outcomes.items() if isinstance(why, str)} == {}
+
+
+@pytest.mark.slow
+def test_every_variant_fits_shared_memory(outcomes: dict[str, Any]) -> None:
+    assert {variant: size for variant, size in outcomes.items() if isinstance(size, int) and size > SHARED_MEMORY} == {}
+
+
+@pytest.mark.slow
+def test_no_variant_is_left_out(outcomes: dict[str, Any]) -> None:
+    """Blocks for long and for short rows differ but with the widest heads; dQ comes by reduction for one pair of head dims."""
+    counts = Counter(f"{variant.split()[0]} {variant.split()[-1]}" for variant in outcomes)
+    windows = len(WINDOWS)
+    assert counts == {
+        "attention_forward torch.bfloat16": 4 * 2 * windows,  # the widest heads in twice as many settings instead
+        "keys_kernel torch.bfloat16": (4 + 1) * windows,
+        "queries_kernel torch.bfloat16": 4 * windows,
+        "convert_kernel torch.bfloat16": 1,
+        "attention_forward torch.float16": 1,
+        "keys_kernel torch.float16": 1,
+        "queries_kernel torch.float16": 1,
+    }
+    forward = [variant.split() for variant in outcomes if variant.startswith("attention_forward")]
+    assert {(softmax, softcap) for *_, softmax, softcap, _ in forward} == set(
+        itertools.product(("vanilla", "off_by_one", "sink"), ("True", "False"))
+    )
