@@ -6,6 +6,7 @@ op is first called on CUDA.
 
 from __future__ import annotations
 
+from thdops import context_parallel
 from thdops._version import __version__
 from thdops.checkpointing import save_ops
 from thdops.ops.attach.op import attach_loss
@@ -40,6 +41,7 @@ __all__ = [
     "attention_backends",
     "aux_loss_from_sums",
     "compact_rows",
+    "context_parallel",
     "cu_seqlens_from_lengths",
     "cu_seqlens_from_positions",
     "expert_bias_update",

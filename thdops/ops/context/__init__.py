@@ -1,0 +1,1 @@
+"""Rows and metadata of context-parallel ranks: the device ops of `thdops.context_parallel`."""
