@@ -28,10 +28,10 @@ def partition_indices(
         mine = partition_indices(padded, 16, 2, 0)  # padded = [0, 8, 16]: rows 0 1 6 7, 8 9 14 15
         tokens, labels = tokens[mine], labels[mine]
 
-    Each sequence is cut into 2W chunks of equal size. "zigzag": rank r has chunks r and 2W-1-r, so that causal attention is the same
+    Each sequence is cut into 2W chunks of equal size. "zigzag": rank r has chunks r and 2W-1-r, so that causal attention is as much
     work for every rank. "contiguous": chunks 2r and 2r+1. Rows of no sequence, before P[0] and from P[B] on, are cut into W
-    pieces, and rank r has the r-th of both. So every row has exactly one owner, and a rank's rows are a packed batch again: the
-    rows before its first sequence, its pieces of the sequences, its tail. `local_cu_seqlens` says where they lie.
+    pieces, of which rank r has the r-th. So every row has exactly one owner, and a rank's rows are a packed batch again: rows
+    before its first sequence, its pieces of the sequences, its tail. `local_cu_seqlens` says where they lie.
 
     Args:
         cu_seqlens_padded: int32 or int64 `[B+1]` offsets of the whole batch; `cu_seqlens` where sequences stand back to back.

@@ -1,12 +1,12 @@
 """The context-parallel row ops in eager PyTorch: the specification.
 
-T rows, B sequences, W ranks (cp_size), n = T / W rows of a rank. P = cu_seqlens_padded cuts the rows into B+2 segments: those before
-P[0], the B sequences, and those from P[B] on. A rank has 1/W of each segment, in the same order, so its own segments are cut at
-P / W. Of a sequence it has two of 2W chunks, or (contiguous, and always of the two outer segments) the r-th of W pieces:
+T rows, B sequences, W ranks (cp_size). P = cu_seqlens_padded cuts the rows into B+2 segments: those before P[0], the B sequences, and
+those from P[B] on. A rank has 1/W of each segment, its share, in the same order: its own rows are cut at P / W. Of a sequence that is
+two of 2W chunks (zigzag), else, and always of the two outer segments, one of W pieces:
 
-    zigzag, W = 2, P = [0, 8]:    rank 0 has rows 0 1 6 7, rank 1 has 2 3 4 5
+    P = [0, 8], W = 2, zigzag:    rank 0 has rows 0 1 6 7, rank 1 has 2 3 4 5
 
-A half of a rank's rows is the contiguous share of a rank of two.
+The halves of a rank's rows are the contiguous shares of two.
 """
 
 from __future__ import annotations
