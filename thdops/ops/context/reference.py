@@ -1,8 +1,8 @@
 """The context-parallel row ops in eager PyTorch: the specification.
 
-T rows, B sequences, W ranks (cp_size). P = cu_seqlens_padded cuts the rows into B+2 segments: those before P[0], the B sequences, and
-those from P[B] on. A rank has 1/W of each segment, its share, in the same order: its own rows are cut at P / W. Of a sequence that is
-two of 2W chunks (zigzag), else, and always of the two outer segments, one of W pieces:
+T rows, B sequences, W ranks (cp_size). P = cu_seqlens_padded cuts the rows into B+2 segments: those before P[0], the B sequences,
+and those from P[B] on. A rank has 1/W of each segment, its share, in the same order: its own rows are cut at P / W. Of a sequence
+that is two of 2W chunks (zigzag), else, and always of the two outer segments, one of W pieces:
 
     P = [0, 8], W = 2, zigzag:    rank 0 has rows 0 1 6 7, rank 1 has 2 3 4 5
 

@@ -221,9 +221,11 @@ def _order_samples(device: torch.device) -> Iterator[Sample]:
 
     both = "rows of no sequence on both sides"
     yield sample(_COMPILED[0], lambda t: new([t, 16], fp32), both, 2)
-    yield sample("fp32 [T, D], other sizes", lambda t: new([t, 24], fp32), "back to back", 3, dtype=_INT64)
+    yield sample("fp32 [T, D], other sizes", lambda t: new([t, 24], fp32), "back to back", 3)
     yield sample(_COMPILED[1], lambda t: new([t, 3, 2, 8], bf16)[:, 1], both, 2, "contiguous", dtype=_INT64)
-    yield sample("fp16, columns of a wider tensor", lambda t: new([t, 12], torch.float16)[:, 3:10], "empty sequences", 4)
+    yield sample(
+        "fp16, columns of a wider tensor", lambda t: new([t, 12], torch.float16)[:, 3:10], "empty sequences", 4, dtype=_INT64
+    )
     yield sample("fp32 transposed", lambda t: new([5, t], fp32).t(), "empty sequences", 2, "contiguous")
     yield sample("bf16, every other row", lambda t: new([2 * t, 3], bf16)[::2], "one sequence", 2)
     yield sample("fp32 expanded", lambda t: new([4], fp32).expand(t, 4), "nothing but a tail", 2)
@@ -315,12 +317,12 @@ def _half_samples(device: torch.device, share: int) -> Iterator[Sample]:
 
     both = "rows of no sequence on both sides"
     yield sample(_COMPILED_HALVES[0], lambda t: new([t, 4, 8], fp32), both, "second")
-    yield sample("fp32 [T, H, D], other sizes", lambda t: new([t, 3, 16], fp32), "back to back", "first", unit=6)
+    yield sample("fp32 [T, H, D], other sizes", lambda t: new([t, 3, 16], fp32), "back to back", "second", unit=6)
     yield sample(_COMPILED_HALVES[1], lambda t: new([3, t], fp32), both, "second", -1, dtype=_INT64)
     yield sample("LSE, from [T, H]", lambda t: new([t, 3], fp32).t(), "empty sequences", "first", 1)
     yield sample("fp16 [2, T, D], odd halves", lambda t: new([2, t, 5], torch.float16), "empty sequences", "second", 1)
     yield sample("bf16 slice of a fused [T, H, 3, D]", lambda t: new([t, 2, 3, 8], bf16)[:, :, 2], both, "first", dtype=_INT64)
-    yield sample("fp32 expanded", lambda t: new([4], fp32).expand(t, 4), "one sequence", "first", -2)
+    yield sample("fp32 expanded", lambda t: new([4], fp32).expand(t, 4), "one sequence", "first", -2, dtype=_INT64)
     yield sample("fp8 e5m2, width 5", lambda t: new([t, 5], torch.float8_e5m2), "nothing but a tail", "second")
     yield sample("int32 [T]", lambda t: new([t], _INT32), "no sequence", "second", unit=4)
     yield sample("bool", lambda t: new([t, 3], torch.bool), both, "second")
