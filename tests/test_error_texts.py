@@ -57,6 +57,106 @@ def test_schemas_and_refusals() -> None:
     assert_expected_inline(
         refusals(),
         """\
+thdops::partition_indices(Tensor cu_seqlens_padded, SymInt total_tokens, SymInt cp_size, SymInt cp_rank, str partition="zigzag") -> Tensor
+  float offsets
+    TypeError: partition_indices: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: partition_indices: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: partition_indices: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  no rank
+    ValueError: partition_indices: cp_size must be at least 1, got 0; pass a larger one
+  a rank past the group
+    ValueError: partition_indices: cp_rank must be from 0 to cp_size - 1 (1), got 2; pass this rank's number in its group
+  a rank below 0
+    ValueError: partition_indices: cp_rank must be from 0 to cp_size - 1 (1), got -1; pass this rank's number in its group
+  another partition
+    ValueError: partition_indices: partition must be one of zigzag, contiguous, got 'striped'; choose one
+  total_tokens below 0
+    ValueError: partition_indices: total_tokens must be at least 0, got -4; pass a larger one
+  rows that chunks do not divide
+    ValueError: partition_indices: total_tokens must be a multiple of 2 * cp_size (4), got 10; pad the batch, and every sequence, to such multiples
+  more rows than int32 can number
+    ValueError: partition_indices: total_tokens must be below 2**31, got 2147483648; split the batch
+thdops::local_cu_seqlens(Tensor cu_seqlens, Tensor? cu_seqlens_padded, SymInt cp_size, SymInt cp_rank, str? half=None, str partition="zigzag") -> (Tensor valid, Tensor padded)
+  float offsets
+    TypeError: local_cu_seqlens: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: local_cu_seqlens: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: local_cu_seqlens: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  no rank
+    ValueError: local_cu_seqlens: cp_size must be at least 1, got 0; pass a larger one
+  a rank past the group
+    ValueError: local_cu_seqlens: cp_rank must be from 0 to cp_size - 1 (1), got 2; pass this rank's number in its group
+  a rank below 0
+    ValueError: local_cu_seqlens: cp_rank must be from 0 to cp_size - 1 (1), got -1; pass this rank's number in its group
+  another partition
+    ValueError: local_cu_seqlens: partition must be one of zigzag, contiguous, got 'striped'; choose one
+  an offset less
+    ValueError: local_cu_seqlens: cu_seqlens_padded must have as many entries as cu_seqlens (3), got 2; pass B+1 offsets in both
+  another half
+    ValueError: local_cu_seqlens: half must be one of first, second, got 'both'; choose one
+thdops::to_rank_order(Tensor x, Tensor cu_seqlens_padded, SymInt cp_size, str partition="zigzag") -> Tensor
+  float offsets
+    TypeError: to_rank_order: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: to_rank_order: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: to_rank_order: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  a scalar
+    ValueError: to_rank_order: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
+  no rank
+    ValueError: to_rank_order: cp_size must be at least 1, got 0; pass a larger one
+  another partition
+    ValueError: to_rank_order: partition must be one of zigzag, contiguous, got 'striped'; choose one
+  rows that chunks do not divide
+    ValueError: to_rank_order: x must have a multiple of 2 * cp_size (4) rows, got 10; pad the batch, and every sequence, to such multiples
+thdops::from_rank_order(Tensor x, Tensor cu_seqlens_padded, SymInt cp_size, str partition="zigzag") -> Tensor
+  float offsets
+    TypeError: from_rank_order: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: from_rank_order: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: from_rank_order: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  a scalar
+    ValueError: from_rank_order: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
+  no rank
+    ValueError: from_rank_order: cp_size must be at least 1, got 0; pass a larger one
+  another partition
+    ValueError: from_rank_order: partition must be one of zigzag, contiguous, got 'striped'; choose one
+  rows that chunks do not divide
+    ValueError: from_rank_order: x must have a multiple of 2 * cp_size (4) rows, got 10; pad the batch, and every sequence, to such multiples
+thdops::half(Tensor x, Tensor cu_seqlens_padded, str which, int dim=0) -> Tensor
+  float offsets
+    TypeError: half: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: half: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: half: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  a scalar
+    ValueError: half: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
+  another half
+    ValueError: half: which must be one of first, second, got 'both'; choose one
+  a dimension past the last
+    ValueError: half: dim must name a dimension of x [16, 4], got 2; pass 0, or -1 for [H, T]
+  an odd number of rows
+    ValueError: half: x must have an even number of rows, got 15; pass all rows of the rank
+thdops::from_half(Tensor x, Tensor cu_seqlens_padded, str which, int dim=0) -> Tensor
+  float offsets
+    TypeError: from_half: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: from_half: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: from_half: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  a scalar
+    ValueError: from_half: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
+  another half
+    ValueError: from_half: which must be one of first, second, got 'both'; choose one
+  a dimension past the last
+    ValueError: from_half: dim must name a dimension of x [16, 4], got 2; pass 0, or -1 for [H, T]
+  a dtype without a zero
+    TypeError: from_half: x must have a dtype that can hold 0, got float8_e8m0fnu; this format holds powers of two only
 thdops::attach_loss_grad(Tensor grad, Tensor scale, ScalarType dtype) -> Tensor
   several scales
     ValueError: attach_loss_grad: scale must have one element, got shape [2]; pass a 0-d tensor
@@ -850,6 +950,77 @@ def test_fakes() -> None:
     assert_expected_inline(
         fakes(),
         """\
+partition_indices
+  rows of no sequence on both sides, rank 1 of 2, zigzag, torch.int32: int32[18]
+  back to back, rank 0 of 2, zigzag, torch.int64: int32[12]
+  empty sequences, rank 2 of 4, zigzag, torch.int64: int32[8]
+  empty sequences, rank 2 of 3, contiguous, torch.int32: int32[8]
+  one sequence, rank 0 of 1, zigzag, torch.int32: int32[14]
+  nothing but a tail, rank 1 of 2, zigzag, torch.int32: int32[6]
+  no sequence, rank 1 of 2, contiguous, torch.int32: int32[6]
+  no row: int32[0]
+local_cu_seqlens
+  rows of no sequence on both sides, rank 1 of 2, both, zigzag, torch.int32: int32[5], int32[5]
+  rows of no sequence on both sides, rank 1 of 2, second, zigzag, torch.int64: int64[5], int64[5]
+  back to back, rank 0 of 2, first, zigzag, torch.int32: int32[4], int32[4]
+  empty sequences, rank 3 of 4, both, contiguous, torch.int64: int64[7], int64[7]
+  empty sequences, rank 0 of 4, second, contiguous, torch.int32: int32[7], int32[7]
+  one sequence, rank 0 of 1, second, zigzag, torch.int32: int32[2], int32[2]
+  nothing but a tail, rank 1 of 2, both, zigzag, torch.int32: int32[3], int32[3]
+  no sequence, rank 0 of 2, first, zigzag, torch.int32: int32[1], int32[1]
+  no padded offsets, first above 0: int32[3], int32[3]
+to_rank_order
+  fp32 [T, D], rows of no sequence on both sides, W = 2, zigzag: float32[36, 16]
+  fp32 [T, D], other sizes, back to back, W = 3, zigzag: float32[36, 24]
+  bf16 slice of a fused [T, 3, H, D], rows of no sequence on both sides, W = 2, contiguous: bfloat16[36, 2, 8]
+  fp16, columns of a wider tensor, empty sequences, W = 4, zigzag: float16[32, 7]
+  fp32 transposed, empty sequences, W = 2, contiguous: float32[16, 5]
+  bf16, every other row, one sequence, W = 2, zigzag: bfloat16[28, 3]
+  fp32 expanded, nothing but a tail, W = 2, zigzag: float32[12, 4]
+  fp8 e4m3fn, width 5, rows of no sequence on both sides, W = 1, zigzag: float8_e4m3fn[18, 5]
+  int64 [T], no sequence, W = 2, zigzag: int64[12]
+  bool, rows of no sequence on both sides, W = 2, zigzag: bool[36, 7]
+  zero width, rows of no sequence on both sides, W = 2, zigzag: float32[36, 0]
+  no row: float32[0, 4]
+from_rank_order
+  fp32 [T, D], rows of no sequence on both sides, W = 2, zigzag: float32[36, 16]
+  fp32 [T, D], other sizes, back to back, W = 3, zigzag: float32[36, 24]
+  bf16 slice of a fused [T, 3, H, D], rows of no sequence on both sides, W = 2, contiguous: bfloat16[36, 2, 8]
+  fp16, columns of a wider tensor, empty sequences, W = 4, zigzag: float16[32, 7]
+  fp32 transposed, empty sequences, W = 2, contiguous: float32[16, 5]
+  bf16, every other row, one sequence, W = 2, zigzag: bfloat16[28, 3]
+  fp32 expanded, nothing but a tail, W = 2, zigzag: float32[12, 4]
+  fp8 e4m3fn, width 5, rows of no sequence on both sides, W = 1, zigzag: float8_e4m3fn[18, 5]
+  int64 [T], no sequence, W = 2, zigzag: int64[12]
+  bool, rows of no sequence on both sides, W = 2, zigzag: bool[36, 7]
+  zero width, rows of no sequence on both sides, W = 2, zigzag: float32[36, 0]
+  no row: float32[0, 4]
+half
+  fp32 [T, H, D], rows of no sequence on both sides, second: float32[9, 4, 8]
+  fp32 [T, H, D], other sizes, back to back, second: float32[18, 3, 16]
+  LSE, rows of no sequence on both sides, second: float32[3, 9]
+  LSE, from [T, H], empty sequences, first: float32[3, 4]
+  fp16 [2, T, D], odd halves, empty sequences, second: float16[2, 4, 5]
+  bf16 slice of a fused [T, H, 3, D], rows of no sequence on both sides, first: bfloat16[9, 2, 8]
+  fp32 expanded, one sequence, first: float32[7, 4]
+  fp8 e5m2, width 5, nothing but a tail, second: float8_e5m2[3, 5]
+  int32 [T], no sequence, second: int32[6]
+  bool, rows of no sequence on both sides, second: bool[9, 3]
+  zero width, rows of no sequence on both sides, first: float32[9, 0]
+  no row: float32[0, 4]
+from_half
+  fp32 [T, H, D], rows of no sequence on both sides, second: float32[18, 4, 8]
+  fp32 [T, H, D], other sizes, back to back, second: float32[36, 3, 16]
+  LSE, rows of no sequence on both sides, second: float32[3, 18]
+  LSE, from [T, H], empty sequences, first: float32[3, 8]
+  fp16 [2, T, D], odd halves, empty sequences, second: float16[2, 8, 5]
+  bf16 slice of a fused [T, H, 3, D], rows of no sequence on both sides, first: bfloat16[18, 2, 8]
+  fp32 expanded, one sequence, first: float32[14, 4]
+  fp8 e5m2, width 5, nothing but a tail, second: float8_e5m2[6, 5]
+  int32 [T], no sequence, second: int32[12]
+  bool, rows of no sequence on both sides, second: bool[18, 3]
+  zero width, rows of no sequence on both sides, first: float32[18, 0]
+  no row: float32[0, 4]
 attach_loss_grad
   fp32: float32[]
   bfloat16 scale, float32 loss: float32[]

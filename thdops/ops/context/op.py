@@ -41,8 +41,9 @@ def partition_indices(
         partition: "zigzag" or "contiguous".
 
     Returns:
-        int32 `[T / W]`. Every offset must be a multiple of 2 * cp_size, which only the host could check (`packing.validate`): where
-        one is not, some rows have no owner or two. Whatever the offsets hold, every index is in `[0, T)`.
+        int32 `[T / W]`. Every offset must be a multiple of 2 * cp_size, which is known on the device alone: where one is not, some
+            rows have no owner or two (`packing.validate(..., pad_multiple=2 * cp_size)` tells, on the host). Whatever the offsets
+            hold, every index is in `[0, T)`.
 
     Raises:
         ValueError, TypeError: wrong rank or dtype of an argument; `total_tokens` no such multiple; `cp_rank` outside `[0, W)`.
