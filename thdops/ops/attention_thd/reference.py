@@ -10,7 +10,8 @@ LSE = log(sum over visible keys of e^S, plus 1 (off_by_one) or e^sink (learnable
 
 Backward, with D = <dout, out> - dLSE of each row: dS = P * (<dout, v> - D), times 1 - tanh^2 under softcap; dq = scale * dS k;
 dk = scale * dS^T q and dv = P^T dout, summed over the G heads of a group; dsink = -sum over valid rows of e^(sink - LSE) * D.
-Here out is computed again: the forward's was rounded to q's dtype, and D cancels against <dout, v>.
+Out and LSE are the ones given. Those of a row's whole set of keys serve a call with some of the keys: gradients of all such calls
+add up to those of the whole, which is what context parallelism is made of.
 
 Scores are computed in fp32 (fp64 for fp64 inputs), a block of queries at a time against all keys that the block can see. What
 stands on padding rows is replaced by zero first. A NaN or Inf in a valid value row may show in other sequences: 0 * NaN is NaN.
@@ -74,9 +75,9 @@ def attention_eager(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 
 @takes(GradCall)
 def attention_grad_eager(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`attention_grad` likewise: P and dS have q's dtype when they are multiplied, and D is taken from the out that was stored."""
+    """`attention_grad` likewise: P and dS have q's dtype when they are multiplied."""
     with torch.autocast(call.q.device.type, enabled=False):
-        return _attention_grad(call, call.q.dtype, stored_out=True)
+        return _attention_grad(call, call.q.dtype)
 
 
 def _attention(call: Call, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,8 +117,8 @@ def _attention(call: Call, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor
     return out, lse, torch.cat([x.flatten(0, 1) for x in maxima], 1).amax(1)
 
 
-def _attention_grad(call: GradCall, operand: torch.dtype, stored_out: bool = False) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`operand` is the dtype that P and dS are rounded to before they are multiplied; `stored_out`: D is from `call.out`."""
+def _attention_grad(call: GradCall, operand: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`operand` is the dtype that P and dS are rounded to before they are multiplied."""
     place = _geometry(call)
     dtype = statistics_dtype(call.q)
     kv_heads = call.k.shape[1]
@@ -129,12 +130,9 @@ def _attention_grad(call: GradCall, operand: torch.dtype, stored_out: bool = Fal
     seen = lse > -torch.inf
     lse = torch.where(seen, lse, 0)
     sink = _sink(call, dtype)
-    kept = torch.ones_like(lse) if sink is None else -torch.expm1(sink - lse)  # what P of a row sums to
-    delta = torch.zeros_like(lse)  # D of each row; <dout, out> is added block by block
+    delta = (grad * _grouped(call.out, place.valid_q, kv_heads, dtype)).sum(-1)  # D of each row, [Hkv, G, Tq]
     if call.grad_lse is not None:
         delta -= torch.where(seen, call.grad_lse.to(dtype).unflatten(0, (kv_heads, -1)), 0)
-    if stored_out:
-        delta += (grad * _grouped(call.out, place.valid_q, kv_heads, dtype)).sum(-1)
 
     dk, dv = torch.zeros_like(k), torch.zeros_like(v)
     dqs = []
@@ -144,11 +142,6 @@ def _attention_grad(call: GradCall, operand: torch.dtype, stored_out: bool = Fal
         scores, tanh = _scores(q_rows, k_rows, call.softcap)
         p = scores.masked_fill_(block.hidden, -torch.inf).sub_(lse[:, :, block.rows, None]).exp_()
         dv[:, block.keys] += _over_rows(p.to(operand).to(dtype), grad_rows)
-        if not stored_out:
-            # P sums to `kept` up to the rounding of LSE only; out is scaled to it, or D would not cancel against <dout, v>.
-            total = p.sum(-1)
-            out_scale = kept[:, :, block.rows] / torch.where(total > 0, total, 1)
-            delta[:, :, block.rows] += (grad_rows * _over_keys(p, v_rows)).sum(-1) * out_scale
         ds = _against(grad_rows, v_rows).sub_(delta[:, :, block.rows, None]).mul_(p)
         if tanh is not None:
             ds.mul_(1 - tanh * tanh)
