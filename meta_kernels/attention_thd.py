@@ -108,8 +108,8 @@ def key_metadata(call: Call | GradCall) -> tuple[Tensor, Tensor | None]:
 
 @takes(Call)
 def check_attention(call: Call) -> None:
-    _check_call("attention", call)
-    _check_backend("attention", call, call.return_max_logit)
+    check_call("attention", call)
+    check_backend("attention", call, call.return_max_logit)
 
 
 @takes(Call)
@@ -126,7 +126,7 @@ def fake_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 @takes(GradCall)
 def check_attention_grad(call: GradCall) -> None:
     op = "attention_grad"
-    _check_call(op, call)
+    check_call(op, call)
     rows, heads, _ = call.q.shape
     out_shape, lse_shape = (rows, heads, call.v.shape[2]), (heads, rows)
     for name, tensor, shape, dtype in (
@@ -142,7 +142,7 @@ def check_attention_grad(call: GradCall) -> None:
             raise refusal(op, name, f"have the forward's shape {wanted}", shape_of(tensor), "pass the forward's")
         check_dtype(op, name, tensor, (dtype,))
         check_device(op, name, tensor, call.q.device, "q")
-    _check_backend(op, call, False)
+    check_backend(op, call, False)
 
 
 @takes(GradCall)
@@ -158,7 +158,7 @@ def statistics_dtype(q: Tensor) -> torch.dtype:
     return accumulation_dtype(q.dtype)
 
 
-def _check_call(op: str, call: Call | GradCall) -> None:
+def check_call(op: str, call: Call | GradCall) -> None:
     _check_qkv(op, call.q, call.k, call.v)
     _check_metadata(op, call)
     for name, value in (("window_left", call.window_left), ("window_right", call.window_right)):
@@ -392,7 +392,7 @@ def _aligned_left(call: Call | GradCall) -> str:
     return ""
 
 
-def _check_backend(op: str, call: Call | GradCall, wants_max_logit: bool) -> None:
+def check_backend(op: str, call: Call | GradCall, wants_max_logit: bool) -> None:
     slow = "change the call, or pass backend='reference' (every feature, slow)"
     if call.backend == "":
         reasons = "; ".join(f"{name} {unserved(name, call, wants_max_logit)}" for name in BACKENDS[:-1])

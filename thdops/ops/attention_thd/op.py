@@ -179,7 +179,7 @@ def _call(
     for name, value in (("scale", scale), ("softcap", softcap)):
         if isinstance(value, Tensor):
             raise refusal("attention", name, "be a number", "a tensor", "it has no gradient; scale q to learn one", TypeError)
-    q, k, v = _autocast(q, k, v)
+    q, k, v = autocast(q, k, v)
     return Call(
         q=q,
         k=k,
@@ -193,7 +193,7 @@ def _call(
         bottom_right=causal_alignment == "bottom_right",
         window_left=window[0],
         window_right=window[1],
-        scale=_default_scale(q) if scale is None else scale,
+        scale=default_scale(q) if scale is None else scale,
         softmax=softmax,
         softcap=softcap,
         max_seqlen_q=0,
@@ -204,12 +204,12 @@ def _call(
     )
 
 
-def _default_scale(q: Tensor) -> float:
+def default_scale(q: Tensor) -> float:
     """Dqk**-0.5; of an illegal shape anything, since the op refuses that by name."""
     return int(q.shape[-1]) ** -0.5 if q.dim() == 3 and q.shape[-1] > 0 else 1.0
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """As autocast would: float tensors except fp64. By hand, because `register_autocast` would cast metadata and sink too."""
     device = tensors[0].device.type
     if device == "meta" or not torch.is_autocast_enabled(device):  # meta has no autocast, and asking raises
