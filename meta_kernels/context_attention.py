@@ -1,8 +1,8 @@
 """Contracts of the context-parallel attention ops.
 
 W ranks, T rows of the whole batch, n = T / W rows of a rank, B sequences, Hq and Hkv heads, Dqk and Dv head dims.
-q [n, Hq, Dqk], k [n, Hkv, Dqk], v [n, Hkv, Dv] -> out [n, Hq, Dv], lse [Hq, n], max_logit [Hq] (size 0 unless asked for); cu_seqlens
-are the whole batch's.
+q [n, Hq, Dqk], k [n, Hkv, Dqk], v [n, Hkv, Dv] -> out [n, Hq, Dv], lse [Hq, n], max_logit [Hq] (size 0 unless asked for);
+cu_seqlens are the whole batch's.
 
 `groups` says who the ranks are: the name of a process group; for "a2a+p2p" two of them, [ring, heads]. "virtual:4" is four ranks on
 one device: then tensors hold the rows of all of them, one rank after the other.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor
@@ -47,6 +47,7 @@ class Call(NamedTuple):
     deterministic: bool
     backend: str
     return_max_logit: bool
+    total_tokens: int  # T; 0 = not known
 
 
 class GradCall(NamedTuple):
@@ -86,7 +87,8 @@ def is_virtual(groups: Sequence[str]) -> bool:
 def group_of(op: str, name: str) -> dist.ProcessGroup:
     """The process group of a name."""
     try:
-        return dist.distributed_c10d._resolve_process_group(name)
+        resolve: Any = vars(dist.distributed_c10d)["_resolve_process_group"]  # what torch's own ops do with a name
+        return resolve(name)
     except (AttributeError, LookupError, RuntimeError, ValueError) as error:
         fix = "pass a group of this process; torch.distributed must be initialised"
         raise refusal(op, "group", "be a process group of this process", repr(name), fix) from error
@@ -107,7 +109,12 @@ def sizes_of(op: str, groups: Sequence[str]) -> list[int]:
 
 @takes(Call)
 def check_context_attention(call: Call) -> None:
-    _check("context_attention", call, call.return_max_logit)
+    op = "context_attention"
+    _check(op, call, call.return_max_logit)
+    ranks = 1 if is_virtual(call.groups) else math.prod(sizes_of(op, call.groups))
+    if call.total_tokens != 0 and call.q.shape[0] * ranks != call.total_tokens:
+        got = f"{ranks} for {call.q.shape[0]} of {call.total_tokens} rows"
+        raise refusal(op, "group", "have total_tokens / n ranks", got, "pass the group that rows were partitioned for")
 
 
 @takes(Call)

@@ -13,4 +13,13 @@ from __future__ import annotations
 from thdops.context_parallel.attention import attention, simulate
 from thdops.ops.context.op import from_half, from_rank_order, half, local_cu_seqlens, partition_indices, to_rank_order
 
-__all__ = ["from_half", "from_rank_order", "half", "local_cu_seqlens", "partition_indices", "to_rank_order"]
+__all__ = [
+    "attention",
+    "from_half",
+    "from_rank_order",
+    "half",
+    "local_cu_seqlens",
+    "partition_indices",
+    "simulate",
+    "to_rank_order",
+]

@@ -1,8 +1,9 @@
 """comm="all_gather": every rank gathers all keys and values and attends with its own queries; gradients are reduce-scattered.
 
-W ranks, B sequences, T rows of the whole batch, c[b] rows of a chunk of sequence b. Gathered keys are put in the order of the batch.
-A chunk g of queries starts at row g c of its sequence. Where the keys end with the chunk, a bottom-right mask has its diagonal at the
-right place, and the keys behind are not even looked at: so causal attention, with a window or without, is one section per chunk.
+W ranks, B sequences, T rows of the whole batch, c[b] rows of a chunk of sequence b. Gathered keys are put in the order of the
+batch. Chunk g of the queries starts at row g c of its sequence. Where the keys end with the chunk, a bottom-right mask has its
+diagonal at the right place, and keys behind are not even looked at: so causal attention, with a window or without, is one section
+per chunk.
 
 Without causal, a window to the right sees keys behind the chunk, and where a sequence ends early the diagonal would slip. So keys
 up to the diagonal are one section as before, and those behind it another: keys from g c + 1 on, aligned top-left, of which query i
@@ -11,9 +12,9 @@ sees those from i on.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-import torch
 from meta_kernels.context_attention import Call, GradCall
 from thdops.context_parallel.communicator import AllGather, AllReduceMax, Place, ReduceScatter, Steps
 from thdops.context_parallel.ring import joined, parted

@@ -67,7 +67,7 @@ def attention(
     | "p2p" | k, v round the ring, W - 1 steps behind the computation | k, v again; their gradients in fp32 | any head count |
     | "all_gather" | k, v, before the computation | k, v again; their gradients reduced in fp32 | windows; any head count |
     | "a2a" | q, k, v, out, from rows to heads and back | those, and all gradients | windows; W divides Hq and Hkv |
-    | "a2a+p2p" | "a2a" among neighbours, whose rows then go round a ring | likewise | W of the mesh's last axis divides Hq and Hkv |
+    | "a2a+p2p" | "a2a" among neighbours, then their keys round a ring | likewise | heads ranks divide Hq and Hkv |
 
     Results of several sets of keys are merged by their LSE and rounded once; gradients are added up in fp32.
 
@@ -105,13 +105,14 @@ def attention(
     _check_arguments(op, q, k, v, cu_seqlens, cu_seqlens_padded, sink, window, scale, softcap)
     names = _names(op, group)
     if total_tokens is not None:
-        _check_total(op, q, names, total_tokens)
+        check_integers(op, total_tokens=total_tokens)
     return _attention(
         names,
         (q, k, v, cu_seqlens, cu_seqlens_padded, sink),
         (comm, partition, causal, window, scale, softmax, softcap, deterministic, backend),
         return_lse,
         return_max_logit,
+        total_tokens or 0,
     )
 
 
@@ -171,6 +172,7 @@ def simulate(
         (comm, partition, causal, window, scale, softmax, softcap, deterministic, backend),
         True,
         return_max_logit,
+        q.shape[0] if q.dim() > 0 else 0,
     )
     out = from_rank_order(out, padded, ranks, partition=partition)
     results = [out]
@@ -181,7 +183,7 @@ def simulate(
 
 
 def _attention(
-    names: list[str], tensors: tuple[Any, ...], settings: tuple[Any, ...], return_lse: bool, return_max_logit: bool
+    names: list[str], tensors: tuple[Any, ...], settings: tuple[Any, ...], return_lse: bool, return_max_logit: bool, total: int
 ) -> Any:
     q, k, v, *metadata = tensors
     q, k, v = autocast(q, k, v)
@@ -203,6 +205,7 @@ def _attention(
         torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic,
         ("reference" if q.device.type == "cpu" else "native") if backend is None else backend,
         return_max_logit,
+        total,
     )
     results = (out, *((lse,) if return_lse else ()), *((max_logit,) if return_max_logit else ()))
     return results if len(results) > 1 else out
@@ -233,26 +236,20 @@ def _check_arguments(
 
 def _names(op: str, group: Any) -> list[str]:
     """What the op's schema takes: the names of a group, of a mesh's groups, one per dimension, or of several groups."""
+    # By type: to a tracer a group is opaque, and asking what attributes it has is an error.
     if isinstance(group, str):
         return [group]
     if isinstance(group, (tuple, list)):
         return [name for one in group for name in _names(op, one)]
-    if hasattr(group, "get_group") and hasattr(group, "ndim"):
-        return [name for dim in range(group.ndim) for name in _names(op, group.get_group(dim))]
-    if hasattr(group, "group_name"):
-        return [group.group_name]
+    if dist.is_available():
+        if isinstance(group, dist.ProcessGroup):
+            return [group.group_name]
+        if isinstance(group, dist.device_mesh.DeviceMesh):
+            return [group.get_group(dim).group_name for dim in range(group.ndim)]
     got = "a group that this rank is not in" if isinstance(group, int) else repr(group)  # torch gives a number then
-    raise refusal(op, "group", "be a process group, its name, or a DeviceMesh", got, "pass torch.distributed.group.WORLD or another")
-
-
-def _check_total(op: str, q: Tensor, names: list[str], total_tokens: int) -> None:
-    check_integers(op, total_tokens=total_tokens)
-    size = 1
-    for one in contract.sizes_of(op, names):
-        size *= one
-    if q.dim() > 0 and q.shape[0] * size != total_tokens:
-        got = f"a group of {size} for {q.shape[0]} of {total_tokens} rows"
-        raise refusal(op, "group", "have total_tokens / n ranks", got, "pass the group that the rows were partitioned for")
+    raise refusal(
+        op, "group", "be a process group, its name, or a DeviceMesh", got, "pass torch.distributed.group.WORLD or another"
+    )
 
 
 # --- autograd ------------------------------------------------------------------------------------------------------------------
@@ -273,7 +270,7 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: Non
     saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them once
     dq, dk, dv, dsink = torch.ops.thdops.context_attention_grad(grad_out, grad_lse, *saved, *ctx.settings)
     has_sink = saved[-1] is not None
-    return (dq, dk, dv, None, None, dsink if has_sink else None, *settings, None)
+    return (dq, dk, dv, None, None, dsink if has_sink else None, *settings, None, None)
 
 
 # --- specs ---------------------------------------------------------------------------------------------------------------------
@@ -295,6 +292,7 @@ def _spec(name: str, schema: str, summary: str, **rest: Any) -> None:
             reference=getattr(run, name),
             cuda=f"thdops.context_parallel.run:{name}",
             pads_zeroed=True,
+            backends=("attention",),  # nothing of its own: the steps are ops
             roundings=5.0,  # attention's, and one for what is merged or added up
             **pieces,
             **rest,
@@ -305,7 +303,8 @@ def _spec(name: str, schema: str, summary: str, **rest: Any) -> None:
 
 _spec(
     "context_attention",
-    f"(Tensor q, Tensor k, Tensor v, {_METADATA}, bool return_max_logit) -> (Tensor out, Tensor lse, Tensor max_logit)",
+    f"(Tensor q, Tensor k, Tensor v, {_METADATA}, bool return_max_logit, SymInt total_tokens)"
+    " -> (Tensor out, Tensor lse, Tensor max_logit)",
     "attention within each packed sequence, rows shared out among the ranks of a group",
     setup_context=_save,
     backward=_backward,

@@ -15,7 +15,7 @@ W ranks along one axis; a rank of a mesh has one group per axis.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from meta_kernels.contract import refusal
 
-# --- what can be asked for -------------------------------------------------------------------------------------------------------
+# --- what can be asked for -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True)
 class Shift(Request):
-    """Start sending x to the next rank. Answer: a `Pending` of the previous rank's x, for `Wait`. Nobody writes into x meanwhile."""
+    """Start sending x to the next rank; nobody writes into it any more. Answer: a `Pending` of the previous rank's, for `Wait`."""
 
     def through(self, group: dist.ProcessGroup) -> Pending:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -86,6 +86,11 @@ class Wait:
         return self.pending.arriving
 
 
+def _named(name: str, before: str) -> Callable[..., Any]:
+    """A collective by its name in torch, or the one that it had before torch 2.13."""
+    return getattr(dist, name, None) or getattr(dist, before)
+
+
 @dataclass(frozen=True)
 class AllGather(Request):
     """Answer: the x [n, ...] of all ranks one after the other, [W * n, ...]."""
@@ -93,7 +98,7 @@ class AllGather(Request):
     def through(self, group: dist.ProcessGroup) -> Tensor:
         x = self.x.contiguous()
         gathered = x.new_empty(dist.get_world_size(group) * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(gathered, x, group=group)
+        _named("all_gather_single", "all_gather_into_tensor")(gathered, x, group=group)
         return gathered
 
     @staticmethod
@@ -108,7 +113,7 @@ class ReduceScatter(Request):
     def through(self, group: dist.ProcessGroup) -> Tensor:
         x = self.x.contiguous()
         scattered = x.new_empty(x.shape[0] // dist.get_world_size(group), *x.shape[1:])
-        dist.reduce_scatter_tensor(scattered, x, group=group)
+        _named("reduce_scatter_single", "reduce_scatter_tensor")(scattered, x, group=group)
         return scattered
 
     @staticmethod
@@ -165,7 +170,7 @@ def places(sizes: Sequence[int]) -> list[Place]:
     return [Place(ranks, tuple(sizes)) for ranks in itertools.product(*map(range, sizes))]
 
 
-# --- who drives ------------------------------------------------------------------------------------------------------------------
+# --- who drives ----------------------------------------------------------------------------------------------------------------
 
 
 def run(op: str, algorithm: Steps[_T], groups: Sequence[dist.ProcessGroup]) -> _T:

@@ -16,6 +16,8 @@ Backward: gradients of keys and values, in fp32, follow their block one step beh
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -35,9 +37,9 @@ from thdops.context_parallel.sections import (
 
 
 def forward(call: Call, whole: Rows, place: Place) -> Steps[Attended]:
-    diagonal, *others = _sections(call, whole, place)
+    diagonal, others = _sections(call, whole, place)
     last = max((i for i, section in enumerate(others) if section is not None), default=-1)
-    coming = (yield Shift(joined(call.k, call.v))) if others else None
+    coming: Any = (yield Shift(joined(call.k, call.v))) if others else None
     result = attend(call, diagonal)
     for i, section in enumerate(others):
         block = yield Wait(coming)
@@ -51,8 +53,8 @@ def forward(call: Call, whole: Rows, place: Place) -> Steps[Attended]:
 
 
 def backward(call: GradCall, whole: Rows, place: Place) -> Steps[Gradients]:
-    diagonal, *others = _sections(call, whole, place)
-    coming = (yield Shift(joined(call.k, call.v))) if others else None
+    diagonal, others = _sections(call, whole, place)
+    coming: Any = (yield Shift(joined(call.k, call.v))) if others else None
     dq, dk, dv, dsink = gradients(call, diagonal)
     dq, dkv = in_accumulation_dtype(dq), in_accumulation_dtype(joined(dk, dv))
     for i, section in enumerate(others):
@@ -82,11 +84,11 @@ def parted(block: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return block[..., :width], block[..., width:]
 
 
-def _sections(call: Call | GradCall, whole: Rows, place: Place) -> list[Section | None]:
-    """What to do with the block of each step; None where its keys are all hidden. The first one is the diagonal."""
+def _sections(call: Call | GradCall, whole: Rows, place: Place) -> tuple[Section, list[Section | None]]:
+    """The diagonal, and what to do with the block of each step after it; None where its keys are all hidden."""
     size, rank, partition = place.sizes[0], place.ranks[0], call.partition
     own = rows_of(whole, size, rank, partition)
-    sections: list[Section | None] = [Section(own, causal=call.causal)]
+    sections: list[Section | None] = []
     for step in range(1, size):
         source = (rank - step) % size
         if not call.causal:
@@ -99,4 +101,4 @@ def _sections(call: Call | GradCall, whole: Rows, place: Place) -> list[Section 
             queries = rows_of(whole, size, rank, partition, "second")
             section = Section(queries, rows_of(whole, size, source, partition), has_sink=False)
         sections.append(section)
-    return sections
+    return Section(own, causal=call.causal), sections

@@ -55,12 +55,7 @@ class Gradients(NamedTuple):
     sink: Tensor
 
 
-# --- where a rank's rows stand ---------------------------------------------------------------------------------------------------
-
-
-def offsets(call: Call | GradCall) -> Tensor:
-    """Physical offsets of the whole batch."""
-    return call.cu_seqlens if call.cu_seqlens_padded is None else call.cu_seqlens_padded
+# --- where a rank's rows stand -------------------------------------------------------------------------------------------------
 
 
 def rows_of(whole: Rows, size: int, rank: int, partition: str, half: str | None = None) -> Rows:
@@ -93,7 +88,7 @@ def _ends(lengths: Tensor) -> Tensor:
     return torch.nn.functional.pad(lengths.cumsum(0, dtype=lengths.dtype), (1, 0))
 
 
-# --- forward ---------------------------------------------------------------------------------------------------------------------
+# --- forward -------------------------------------------------------------------------------------------------------------------
 
 
 def attend(call: Call, section: Section) -> Attended:
@@ -117,7 +112,7 @@ def merged(so_far: Attended, part: Attended, last: bool) -> Attended:
     return Attended(out, lse, torch.maximum(so_far.max_logit, part.max_logit))
 
 
-# --- backward --------------------------------------------------------------------------------------------------------------------
+# --- backward ------------------------------------------------------------------------------------------------------------------
 
 
 def gradients(call: GradCall, section: Section) -> Gradients:
@@ -149,4 +144,5 @@ def _how(call: Call | GradCall, section: Section) -> tuple:
     keys = (None, None) if section.keys is None else section.keys
     sink, softmax = (call.sink, call.softmax) if section.has_sink else (None, "vanilla")
     mask = (section.causal, section.bottom_right, *section.window)
-    return (*section.queries, *keys, sink, *mask, call.scale, softmax, call.softcap, 0, 0, call.deterministic, call.backend)
+    backend = "reference" if call.q.device.type == "cpu" else call.backend  # on CPU there is no other
+    return (*section.queries, *keys, sink, *mask, call.scale, softmax, call.softcap, 0, 0, call.deterministic, backend)

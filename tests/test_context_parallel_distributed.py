@@ -1,0 +1,206 @@
+"""Context-parallel attention between processes: four Gloo ranks, as one group, as two pairs and as a mesh, eager and compiled.
+
+T rows of the whole batch, W ranks.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from context_parallel_problems import LAYOUTS, MASKS, WINDOWS, Problem, Results, compare, one_device, problem, results, rows_of
+from torch.multiprocessing.spawn import spawn
+
+from thdops import context_parallel
+
+pytestmark = pytest.mark.skipif(
+    not (dist.is_available() and dist.is_gloo_available()), reason="torch is built without torch.distributed or Gloo"
+)
+
+RANKS = 4
+TIMEOUT = datetime.timedelta(seconds=120)
+
+
+class Case(NamedTuple):
+    """`group` is the name of one of `groups_of`."""
+
+    comm: str
+    group: str
+    options: dict[str, Any]
+    layout: str = "gaps"
+    compiled: bool = False
+
+
+CASES = {
+    "ring of four": Case("p2p", "world", MASKS["causal"]),
+    "ring of four, full, contiguous": Case("p2p", "name", MASKS["contiguous"], "before and behind"),
+    "ring of two": Case("p2p", "pair", MASKS["causal, sink"]),
+    "ring without a token": Case("p2p", "world", MASKS["causal"], "no token"),
+    "four gather": Case("all_gather", "mesh", MASKS["causal"]),
+    "two gather, window": Case("all_gather", "pair", WINDOWS["window"], "before and behind"),
+    "four share heads": Case("a2a", "world", MASKS["causal, sink"]),
+    "two share heads, window": Case("a2a", "pair", WINDOWS["causal window"]),
+    "heads and ring": Case("a2a+p2p", "mesh of two dimensions", MASKS["causal, sink"]),
+    "heads and ring, two groups": Case("a2a+p2p", "two groups", MASKS["full"], "before and behind"),
+    "ring, compiled": Case("p2p", "world", MASKS["causal"], compiled=True),
+    "gather, compiled": Case("all_gather", "name", WINDOWS["causal window"], compiled=True),
+    "share heads, compiled": Case("a2a", "mesh", MASKS["causal, sink"], compiled=True),
+    "heads and ring, compiled": Case("a2a+p2p", "mesh of two dimensions", MASKS["causal"], compiled=True),
+}
+
+
+def problem_of(case: Case) -> Problem:
+    return problem(LAYOUTS[case.layout], case.options, dtype=torch.float32)
+
+
+# --- one rank --------------------------------------------------------------------------------------------------------------------
+
+
+def groups_of(rank: int) -> dict[str, Any]:
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+    world = dist.group.WORLD
+    assert world is not None
+    pairs = [dist.new_group([first, first + 1], timeout=TIMEOUT) for first in (0, 2)]
+    return {
+        "world": world,
+        "name": world.group_name,
+        "mesh": dist.init_device_mesh("cpu", (RANKS,)),
+        "mesh of two dimensions": mesh,
+        "two groups": (mesh["ring"], mesh["heads"].get_group()),
+        "pair": pairs[rank // 2],
+        "another's pair": pairs[1 - rank // 2],
+    }
+
+
+def place_in(group: Any, rank: int) -> tuple[int, int]:
+    """(W, this rank) as `partition_indices` counts them."""
+    return (2, rank % 2) if group == "pair" else (RANKS, rank)
+
+
+def run_case(case: Case, groups: dict[str, Any], rank: int) -> Results:
+    given = problem_of(case)
+    rows = context_parallel.partition_indices(given.offsets, given.batch.total, *place_in(case.group, rank)).long()
+    if case.options.get("partition") == "contiguous":
+        size, number = place_in(case.group, rank)
+        rows = context_parallel.partition_indices(given.offsets, given.batch.total, size, number, partition="contiguous").long()
+
+    def attend(*qkv: torch.Tensor, **more: Any) -> Any:
+        how = {"group": groups[case.group], "comm": case.comm, **case.options, **more}
+        return context_parallel.attention(*qkv, given.cu_seqlens, given.padded, total_tokens=given.batch.total, **how)
+
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager") if case.compiled else attend
+    qkv = tuple(x[rows] for x in given.qkv)
+    return results(function, qkv, given.sink, given.grad_out[rows], given.grad_lse[:, rows])
+
+
+def refusals(groups: dict[str, Any]) -> list[str]:
+    """What a rank is told that calls with a group that does not fit: before anything is sent, so nobody waits for it."""
+    given = problem_of(CASES["ring of four"])
+    rows = context_parallel.partition_indices(given.offsets, given.batch.total, RANKS, 0).long()
+    qkv = tuple(x[rows] for x in given.qkv)
+    calls: list[dict[str, Any]] = [
+        {"group": groups["pair"], "total_tokens": given.batch.total},
+        {"group": groups["mesh of two dimensions"]},
+        {"group": groups["another's pair"]},
+        {"group": groups["world"], "comm": "a2a+p2p"},
+    ]
+    return [told(context_parallel.attention, *qkv, given.cu_seqlens, given.padded, **call) for call in calls]
+
+
+def told(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
+    try:
+        function(*args, **kwargs)
+    except (ValueError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def left_alone(groups: dict[str, Any], rank: int) -> str:
+    """What rank 2 is told whose neighbour died."""
+    if rank == 3:
+        os._exit(0)
+    if rank < 2:
+        return ""
+    given = problem_of(CASES["ring of two"])
+    rows = context_parallel.partition_indices(given.offsets, given.batch.total, 2, 0).long()
+    qkv = tuple(x[rows] for x in given.qkv)
+    return told(context_parallel.attention, *qkv, given.cu_seqlens, given.padded, group=groups["pair"], causal=True)
+
+
+def run_rank(rank: int, folder: str) -> None:
+    """Every case on one rank; results go to a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS, timeout=TIMEOUT)
+    groups = groups_of(rank)
+    found: dict[str, Any] = {name: tuple(run_case(case, groups, rank)) for name, case in CASES.items()}
+    found["refusals"] = refusals(groups)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.barrier()  # a rank that leaves early takes its end of the others' connections with it
+    Path(folder, f"{rank}.txt").write_text(left_alone(groups, rank))
+
+
+# --- against one device ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    context = spawn(run_rank, (str(folder),), RANKS, join=False, daemon=True)
+    assert context is not None
+    deadline = time.monotonic() + 2 * TIMEOUT.total_seconds()
+    while not context.join(timeout=max(deadline - time.monotonic(), 0)):
+        assert time.monotonic() < deadline, "the processes did not end in time"
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(folder: Path) -> list[dict[str, Any]]:
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_finds_its_rows_of_what_one_device_finds(name: str, ranks: list[dict[str, Any]]) -> None:
+    case = CASES[name]
+    given = problem_of(case)
+    whole, padding = one_device(given), given.batch.padding()
+    partition = case.options.get("partition", "zigzag")
+    shares = []
+    for rank in range(RANKS):
+        size, number = place_in(case.group, rank)
+        rows = context_parallel.partition_indices(given.offsets, given.batch.total, size, number, partition=partition).long()
+        found = Results(*ranks[rank][name])
+        shares.append(found.gradients[3:])
+        # The gradient of a sink is shared out: no rank has all of it.
+        expected = rows_of(whole, rows)._replace(gradients=tuple(x[rows] for x in whole.gradients[:3]))
+        compare(found._replace(gradients=found.gradients[:3]), expected, padding[rows], 1e-5)
+    if given.sink is not None:
+        members = shares[:2] if case.group == "pair" else shares
+        torch.testing.assert_close(sum(share[0] for share in members), whole.gradients[3], rtol=1e-5, atol=1e-5)
+
+
+def test_a_group_that_does_not_fit_is_refused(ranks: list[dict[str, Any]]) -> None:
+    op = "ValueError: context_attention: group must"
+    for found in ranks:
+        wrong_size, two_dimensions, foreign, one_dimension = found["refusals"]
+        assert wrong_size == (
+            f"{op} have total_tokens / n ranks, got 2 for 16 of 64 rows; pass the group that rows were partitioned for"
+        )
+        assert two_dimensions == (f"{op} be one group with comm='p2p', got 2; pass one dimension of the mesh, or comm='a2a+p2p'")
+        assert foreign.startswith(f"{op} be a process group, its name, or a DeviceMesh, got a group that this rank is not in;")
+        assert one_dimension == (
+            f"{op} be a mesh of two dimensions or a pair of groups with comm='a2a+p2p', got 1; pass (ring group, heads group)"
+        )
+
+
+def test_a_rank_whose_neighbour_died_is_told(folder: Path) -> None:
+    text = (folder / "2.txt").read_text()
+    assert text.startswith("RuntimeError: context_attention: group must carry every exchange, got an error in ")
+    assert text.endswith("; see whether a rank died, or called it with other shapes or another comm")
