@@ -163,6 +163,10 @@ class Columns(NamedTuple):
     lengths: list[int]
     values: dict[str, list[Tensor]]
 
+    def rows(self, spec: PackSpec) -> int:
+        """Rows that they take together."""
+        return sum(spec.rows(length) for length in self.lengths)
+
 
 def _as_tensor(op: str, argument: str, value: Any) -> Tensor:
     """A CPU tensor that shares memory where it can."""

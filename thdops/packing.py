@@ -132,8 +132,8 @@ class PackedSequences:
     """One pack: tensors of fixed shape, and the static `spec` of what they can hold. A pytree whose leaves are the tensors.
 
     Make it with `allocate` (then `load_` reloads it in place) or `collate` (a fresh one on the CPU, for a DataLoader). What
-    changes from batch to batch is on the device, in tensors; nothing here is a Python number of one batch, so a compiled
-    function that takes a pack compiles once, and a captured graph follows each `load_`.
+    changes from batch to batch is on the device, in tensors; no field is a Python number of one batch, so a compiled function that
+    takes a pack compiles once, and a captured graph follows each `load_`.
 
     Attributes:
         tokens: int64 `[T]`; `spec.pad_token` on rows that hold no document token.
@@ -165,6 +165,7 @@ class PackedSequences:
     extras: dict[str, Tensor]
     spec: PackSpec
     _staging: _Staging | None = field(default=None, init=False)
+    _rows: int | None = field(default=None, init=False)
 
     # --- making one ---
 
@@ -194,7 +195,9 @@ class PackedSequences:
         Documents and errors as `load_`.
         """
         pack = cls._unwritten(spec, torch.device("cpu"))
-        write_pack(pack._named(), read_documents("PackedSequences.collate", documents, spec), spec)
+        columns = read_documents("PackedSequences.collate", documents, spec)
+        write_pack(pack._named(), columns, spec)
+        pack._rows = columns.rows(spec)
         return pack
 
     @classmethod
@@ -251,6 +254,7 @@ class PackedSequences:
             raise refusal(op, "the current stream", "not be capturing a CUDA graph", "a capture", fix, RuntimeError)
         if isinstance(documents, PackedSequences):
             self._copy_pack_(op, documents)
+            self._rows = documents._rows
             return self
         columns = read_documents(op, documents, self.spec)
         if device.type == "cpu":
@@ -264,6 +268,7 @@ class PackedSequences:
             host = self._unwritten(self.spec, torch.device("cpu"))
             write_pack(host._named(), columns, self.spec)
             self._copy_(host._named())
+        self._rows = columns.rows(self.spec)
         return self
 
     def _copy_pack_(self, op: str, pack: PackedSequences) -> None:
@@ -299,6 +304,15 @@ class PackedSequences:
 
     def _named(self) -> dict[str, Tensor]:
         return {name: getattr(self, name) for name in FIELDS} | self.extras
+
+    @property
+    def loaded_rows(self) -> int | None:
+        """How many rows, from the first, the documents take that were loaded last, each one's padding included.
+
+        A number that the host has from `load_` or `collate`: what chooses a bucket (`thdops.graphs`). None in a pack that was put
+        together otherwise, by `from_tensors` or as a pytree.
+        """
+        return self._rows
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Every tensor, in a fixed order: what a graphed callable takes. `from_tensors` puts them back together."""
@@ -378,11 +392,16 @@ class PackedSequences:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedSequences:
         """A pack of the same contents on `device`; tensors that stand there already are shared."""
-        return self.from_tensors([t.to(device, non_blocking=non_blocking) for t in self.tensors()], self.spec)
+        return self._moved([t.to(device, non_blocking=non_blocking) for t in self.tensors()])
 
     def pin_memory(self) -> PackedSequences:
         """A pack of the same contents in pinned memory: what a DataLoader calls with `pin_memory=True`."""
-        return self.from_tensors([t.pin_memory() for t in self.tensors()], self.spec)
+        return self._moved([t.pin_memory() for t in self.tensors()])
+
+    def _moved(self, tensors: Sequence[Tensor]) -> PackedSequences:
+        pack = self.from_tensors(tensors, self.spec)
+        pack._rows = self._rows
+        return pack
 
     def __getstate__(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)} | {"_staging": None}  # pinned buffers belong to a process

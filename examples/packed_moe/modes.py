@@ -12,9 +12,9 @@ import torch
 
 from packed_moe.checks import Check
 from packed_moe.training import Trainer
+from thdops import graphs
 
 MODES = ("eager", "compile", "cudagraph")
-_WARM_UP_STEPS = 3
 
 
 def missing_for(mode: str, device: str) -> str:
@@ -70,35 +70,20 @@ def _cpp_compiler() -> bool:
 
 def _graphed(trainer: Trainer) -> Runner:
     """The whole step (gradients zeroed, forward, backward, clip, update) captured once, replayed for every step."""
-    graph = torch.cuda.CUDAGraph()
-    captures = replays = 0
+    captured: graphs.Captured | None = None
     addresses = tuple(tensor.data_ptr() for tensor in trainer.batch)
 
     def run() -> None:
-        nonlocal captures, replays
-        if not captures:
-            _capture(graph, trainer)
-            captures += 1
-        graph.replay()
-        replays += 1
+        nonlocal captured
+        if captured is None:  # now that a batch is loaded
+            captured = graphs.capture(lambda pack: trainer.step(), trainer.packed, state=trainer.state().values())
+        captured()
 
     def checks(steps: int) -> list[Check]:
+        report = None if captured is None else captured.report
+        captures, replays = (report.captures, report.replays) if report else (0, 0)
         moved = addresses != tuple(tensor.data_ptr() for tensor in trainer.batch)
         detail = f"{captures} capture, {replays} replays, {steps} steps" + ", buffers moved" * moved
         return [Check("cudagraph", "one graph served every step", captures == 1 and replays == steps and not moved, detail)]
 
     return Runner("cudagraph", run, checks)
-
-
-def _capture(graph: torch.cuda.CUDAGraph, trainer: Trainer) -> None:
-    """Warm up on a side stream (lazy initialisation is illegal while capturing), undo what the warm-up changed, capture."""
-    before = trainer.snapshot()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(_WARM_UP_STEPS):
-            trainer.step()
-    torch.cuda.current_stream().wait_stream(stream)
-    trainer.restore(before)
-    with torch.cuda.graph(graph):
-        trainer.step()
