@@ -1,8 +1,9 @@
-"""`python -m thdops list | check [op ...] | bench [op ...] | doctor`."""
+"""`python -m thdops list | check [op ...] | bench [op ...] | demo | doctor`."""
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.util
 import json
 import os
@@ -30,18 +31,16 @@ def main(argv: Sequence[str] | None = None, registry: Registry | None = None) ->
     check.add_argument("--times", action="store_true", help="seconds spent per check")
 
     bench = commands.add_parser("bench", help="time ops against what people write without them")
+    demo = commands.add_parser("demo", help="every installed attention on one batch with NaN in its padding, in under a minute")
     commands.add_parser("doctor", help="what this machine can run")
 
     words = sys.argv[1:] if argv is None else list(argv)
-    if words[:1] == ["bench"]:  # the bench brings its own arguments, and more imports than the rest
-        from thdops import bench as benchmark
-
-        benchmark.add_arguments(bench)
+    for name, its_parser in (("bench", bench), ("demo", demo)):
+        if words[:1] == [name]:  # these bring their own arguments, and more imports than the rest
+            module = importlib.import_module(f"thdops.{name}")
+            module.add_arguments(its_parser)
+            return module.main(parser.parse_args(words))
     arguments = parser.parse_args(words)
-    if arguments.command == "bench":
-        from thdops import bench as benchmark
-
-        return benchmark.main(arguments)
     if arguments.command == "doctor":
         return _doctor()
     if arguments.command == "list":

@@ -310,7 +310,7 @@ def format_row(row: Row) -> str:
     return f"  {row.provider:<11}{line}" + (f"  * {row.note}" if row.note else "")
 
 
-def _working(text: str) -> AbstractContextManager[Any]:
+def working(text: str) -> AbstractContextManager[Any]:
     """A spinner on a terminal where rich is installed; silence elsewhere."""
     if not sys.stderr.isatty():
         return nullcontext()
@@ -334,7 +334,7 @@ def _rows(
             rows = run_bench(registry, spec, bench, device, roofline, compiled_too)
             while True:
                 try:
-                    with _working(f"{spec.name}: {bench.name}"):
+                    with working(f"{spec.name}: {bench.name}"):
                         row = next(rows, None)
                 except Exception as error:
                     row = None
@@ -393,7 +393,7 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
     print("\n".join(f"{name:<9} {value}" for name, value in facts.items()))
     roofline = None
     if device.type == "cuda":
-        with _working("measuring the roofline"):
+        with working("measuring the roofline"):
             roofline = measure_roofline(device)
         print(
             f"roofline  read {roofline.read:.0f} GB/s, write {roofline.write:.0f} GB/s, copy {roofline.copy:.0f} GB/s,"
