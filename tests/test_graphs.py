@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +17,10 @@ from torch import Tensor, nn
 import thdops
 from thdops import graphs
 from thdops.packing import Extra, PackedSequences, PackSpec
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+
+import graph_buckets  # a script, found beside its modules
 
 SIZES = (8, 16, 32)
 
@@ -312,3 +319,16 @@ def test_forward_and_backward_as_two_graphs() -> None:
             grads.append(model.table.grad.clone())
         torch.testing.assert_close(*grads, rtol=2e-2, atol=1e-2)
     assert run.report.replays == len(LAYOUTS)
+
+
+# --- the benchmark ----------------------------------------------------------------------------------------------------------------
+
+
+def test_the_benchmark_runs(tmp_path: Path) -> None:
+    assert graph_buckets.main(["--max-tokens", "128", "--steps", "1", "--out", str(tmp_path)]) == 0
+    found = json.loads((tmp_path / "buckets.json").read_text())
+    assert {way: len(times) for way, times in found["ms"].items()} == dict.fromkeys(("exact", "one graph", "4 buckets"), 9)
+    calls = 1 + graph_buckets._LOTS
+    assert found["graphs"]["one graph"]["runs"] == {"128": 9 * calls}
+    # shares of 5, 12.5 and 25 % stand in the first bucket, then two in each
+    assert found["graphs"]["4 buckets"]["runs"] == {"32": 3 * calls, "64": 2 * calls, "96": 2 * calls, "128": 2 * calls}
