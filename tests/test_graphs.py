@@ -60,8 +60,8 @@ def test_eager_on_the_whole_batch_where_no_bucket_fits_and_the_report() -> None:
         assert rows == (8 if sum(lengths) <= 8 else 16 if sum(lengths) <= 16 else 32)
     assert run.report == graphs.Report(captures=0, runs={8: 2, 16: 1}, eager=2, pool_bytes=0)
     assert run.report.replays == 0
-    text = "calls: 2 of 8 rows, 1 of 16 rows (eager, for want of a GPU), 2 too large for a bucket (eager)"
-    assert str(run.report) == f"0 captures, pool of 0.0 MiB; {text}"
+    runs = "eager calls, for want of a GPU: 2 of 8 rows, 1 of 16 rows"
+    assert str(run.report) == f"graphs captured: 0, 0.0 MiB in their pool; {runs}; eager, no bucket fits: 2"
     assert graphs.Report(2, {8: 2, 16: 1}, 0, 0).replays == 3
 
 

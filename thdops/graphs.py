@@ -59,9 +59,9 @@ class Report:
 
     def __str__(self) -> str:
         served = ", ".join(f"{count} of {capacity} rows" for capacity, count in self.runs.items())
-        how = "replays" if self.captures else "eager, for want of a GPU"
-        pool = f"pool of {self.pool_bytes / 2**20:.1f} MiB"
-        return f"{self.captures} captures, {pool}; calls: {served} ({how}), {self.eager} too large for a bucket (eager)"
+        how = "replays" if self.captures else "eager calls, for want of a GPU"
+        pool = f"{self.pool_bytes / 2**20:.1f} MiB in their pool"
+        return f"graphs captured: {self.captures}, {pool}; {how}: {served}; eager, no bucket fits: {self.eager}"
 
 
 class Captured:
@@ -113,7 +113,7 @@ def capture(
 
     Load a typical batch first: each bucket is warmed up on what is loaded, cut to its rows, on a side stream. Batch, `state` and
     random generators are then as they were. On CPU nothing is warmed up or captured and the same object calls `step` eagerly, with
-    the same choice of bucket, so that code is portable.
+    the same choice of bucket, so that code is portable. Of `PackedSlots`, capture each slot.
 
     A bucket is chosen by `batch.loaded_rows`, which the host knows from `load_`. Where a pack was filled otherwise, it is the
     whole capacity.
