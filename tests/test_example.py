@@ -22,7 +22,8 @@ sys.path.insert(0, str(EXAMPLES))
 import train_packed_moe as job  # noqa: E402  # a script, found beside its modules
 from packed_moe import checkpoint, checks, data, loop, modes, training  # noqa: E402
 from packed_moe.config import CPU_SIZES, UserError, make_config  # noqa: E402
-from packed_moe.experts import grouped_linear  # noqa: E402
+
+from thdops.integrations.grouped import grouped_linear  # noqa: E402
 
 TEXT = str(Path(sysconfig.get_paths()["stdlib"]) / "json")
 STEPS = 20

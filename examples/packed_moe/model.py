@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import thdops
 from packed_moe.config import Config
-from packed_moe.experts import grouped_linear
+from thdops.integrations.grouped import grouped_linear
 from thdops.packing import IGNORE_INDEX
 
 VOCABULARY = 256
