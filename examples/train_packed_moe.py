@@ -30,15 +30,14 @@ from packed_moe import report
 from packed_moe.checks import Check, check_variety, compare
 from packed_moe.config import CPU_SIZES, Config, UserError, make_config
 from packed_moe.data import Documents, load_documents
-from packed_moe.loop import Result, Schedule, run_mode
-from packed_moe.model import PackedMoE
+from packed_moe.loop import Job, Result, Schedule, run_mode
 from packed_moe.modes import MODES, missing_for
 
 _SIZES = tuple(size for size in CPU_SIZES if size not in ("lr", "autocast"))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+def _parser(description: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     parser.add_argument("--mode", choices=(*MODES, "all"), default="all", help="default: all that this machine can run")
     parser.add_argument("--data", metavar="DIR", help="a folder of text (default: the Python standard library's sources)")
     parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go (default: runs/)")
@@ -53,11 +52,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the example; the exit code is described above."""
-    options = _parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, job: Job | None = None, description: str = __doc__ or "") -> int:
+    """Run the example, or another job in its place; the exit code is described above."""
+    options = _parser(description).parse_args(argv)
     try:
-        return _run(options)
+        return _run(options, job or Job())
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -66,10 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _run(options: argparse.Namespace) -> int:
+def _run(options: argparse.Namespace, job: Job) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this torch sees no GPU; use --device cpu")
-    config = make_config(options.device, options.seed, lr=options.lr, **{size: getattr(options, size) for size in _SIZES})
+    sizes = dict(job.cpu_sizes) if options.device == "cpu" else {}
+    sizes |= {size: value for size in (*_SIZES, "lr") if (value := getattr(options, size)) is not None}
+    config = make_config(options.device, options.seed, **sizes)
     documents = load_documents(options.data, config.max_tokens // 2)
     schedule = _schedule(options)
     wanted = MODES if options.mode == "all" else (options.mode,)
@@ -78,7 +79,7 @@ def _run(options: argparse.Namespace) -> int:
     if len(not_run) == len(wanted):
         raise UserError(f"--mode {options.mode}: cannot run here: {not_run[options.mode]}; use --mode all for what can")
 
-    report.print_header(config, documents, sum(p.numel() for p in PackedMoE(config).parameters()))
+    report.print_header(config, documents, sum(p.numel() for p in job.build(config).parameters()))
     results: list[Result] = []
     broken: list[Check] = []
     progress = report.Progress()
@@ -86,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
         if mode in not_run:
             continue
         try:
-            results.append(run_mode(mode, config, documents, schedule, progress))
+            results.append(run_mode(mode, config, documents, schedule, progress, job))
         except (UserError, KeyboardInterrupt):
             raise
         except Exception as error:  # one mode's failure must not hide what the others show

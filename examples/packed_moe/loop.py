@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from packed_moe import checkpoint
 from packed_moe.checks import Check, check_compiled, check_history, check_padding
 from packed_moe.config import Config
 from packed_moe.data import Documents, draw
+from packed_moe.model import PackedMoE
 from packed_moe.modes import make_runner
 from packed_moe.report import Progress
 from packed_moe.training import METRICS, Trainer, poisoned_memory
@@ -63,12 +65,23 @@ class Result:
         return 1 - sum(map(sum, self.lengths)) / (len(self.lengths) * self.capacity)
 
 
-def run_mode(mode: str, config: Config, documents: Documents, schedule: Schedule, progress: Progress) -> Result:
+class Job(NamedTuple):
+    """What is trained: a model, the checks that it adds (from a trainer, the mode and when), its own default sizes on a CPU."""
+
+    build: Callable[[Config], nn.Module] = PackedMoE
+    checks: Callable[[Trainer, str, str], list[Check]] = lambda trainer, mode, when: []
+    cpu_sizes: Mapping[str, int | float] = MappingProxyType({})
+
+
+def run_mode(
+    mode: str, config: Config, documents: Documents, schedule: Schedule, progress: Progress, job: Job | None = None
+) -> Result:
     """Train in one mode from the seed (or its checkpoint) to the last step."""
     identity = {**dataclasses.asdict(config), "documents": documents.digest, "mode": mode, "torch": str(torch.__version__)}
     path = schedule.checkpoint(mode)
+    job = job or Job()
     with _deterministic():
-        trainer = Trainer(config)
+        trainer = Trainer(config, job.build)
         history = torch.zeros(config.steps, len(METRICS), device=config.device)
         start = 0
         if schedule.resume and path.exists():
@@ -108,6 +121,7 @@ def run_mode(mode: str, config: Config, documents: Documents, schedule: Schedule
             checks += check_padding(trainer, mode, f"after step {config.steps}")
         else:
             checks = runner.checks(config.steps - start) + checks
+        checks += job.checks(trainer, mode, f"after step {config.steps}")
         final = history.cpu()
         weights = {name: tensor.cpu() for name, tensor in trainer.snapshot().items()}
         checks += check_history(final, mode)

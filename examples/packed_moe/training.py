@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import deterministic
 
 import thdops
@@ -38,11 +38,12 @@ def poisoned_memory(on: bool) -> Iterator[None]:
 class Trainer:
     """Model, optimizer and the static buffers that a step reads and writes. The same seed gives the same state on every device."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, build: Callable[[Config], nn.Module] = PackedMoE) -> None:
+        """`build` makes the model: called with (Batch, probe, tap), as `PackedMoE`, it gives `Losses`."""
         self.config = config
         device = torch.device(config.device)
         torch.manual_seed(config.seed)
-        self.model = PackedMoE(config).to(device)
+        self.model: Any = build(config).to(device)
         self.parameters = list(self.model.parameters())
         self.packed = PackedSequences.allocate(config.max_tokens, config.max_seqs, pad_multiple=config.pad_multiple, device=device)
         self.batch = Batch(*(getattr(self.packed, name) for name in Batch._fields))
