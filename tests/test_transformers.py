@@ -260,9 +260,9 @@ def test_rows_are_views_of_what_a_model_hands_over(library: Any, monkeypatch: py
 
 
 @pytest.mark.parametrize("kind", ["gaps and tail", "right-padded", "positions alone"])
-def test_compiled_without_a_break_for_all_layouts(library: Any, kind: str) -> None:
+def test_compiled_without_a_break_for_all_layouts(kind: str) -> None:
     """Two layouts of one capacity: one graph."""
-    ours = on_thdops(library, patched=True)
+    ours = on_thdops(qwen(num_hidden_layers=1), patched=True)
     # A function around the model: of a model itself, hooks are compiled apart, here the loss's few sums.
     compiled = torch.compile(lambda batch: ours(**batch, use_cache=False), fullgraph=True, backend="aot_eager", dynamic=False)
     torch._dynamo.reset()
@@ -346,6 +346,10 @@ def test_patched_or_not_is_the_same(family: str, settings: dict[str, Any]) -> No
     assert_same((output, gradients), (expected, expected_gradients), f"{family} ")
     loss, aux_loss, *_ = patched(**batch, use_cache=False, return_dict=False)
     torch.testing.assert_close(torch.stack((loss, aux_loss)), torch.stack((expected.loss, expected.aux_loss)), **TOLERANCE)
+    del batch["labels"]
+    aux_loss, logits, *_ = patched(**batch, use_cache=False, return_dict=False)
+    torch.testing.assert_close(aux_loss, expected.aux_loss, **TOLERANCE)
+    torch.testing.assert_close(logits, output.logits, **TOLERANCE)
     assert patched(**batch, use_cache=False, output_router_logits=False).aux_loss is None
     patch.remove()
     assert len(patched(**batch, use_cache=False).router_logits) == 2
@@ -397,7 +401,11 @@ def test_what_is_not_served_is_refused_by_name(library: Any) -> None:
     assert _refused(lambda: ours(input_ids=flat, cu_seqlens_padded=offsets)) == (
         f"{_OP}: cu_seqlens_padded must come with cu_seq_lens_q, got it alone; pass both"
     )
-    kinds = (("create_causal_mask", {"or_mask_function": lambda *_: True}), ("create_chunked_causal_mask", {}))
+    kinds = (
+        ("create_causal_mask", {"or_mask_function": lambda *_: True}),
+        ("create_causal_mask", {"and_mask_function": lambda *_: True}),
+        ("create_chunked_causal_mask", {}),
+    )
     for make, settings in kinds:
         config = copy.deepcopy(ours.config)
         config.attention_chunk_size = 2
