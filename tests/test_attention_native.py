@@ -143,6 +143,16 @@ def test_reported_layouts() -> None:
 
 
 @interpreted
+def test_a_strided_sink() -> None:
+    case = Case(GAPS, options={"causal": True, "softmax": "learnable"})
+    given = numbers(case, torch.float32)
+    wide = torch.full((4, 3), 7.0)
+    wide[:, 1] = given.sink
+    expected = oracle(case, given)
+    compare(native(case, given._replace(sink=wide[:, 1])), expected, torch.float32, UNITS)
+
+
+@interpreted
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_layouts(data: st.DataObject) -> None:

@@ -49,13 +49,14 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     if call.return_max_logit:
         max_logit.fill_(-math.inf)
     q, k, v = (_loadable(x) for x in call[:3])
+    sink = None if call.sink is None else call.sink.contiguous()
     if is_hopper(q.get_device()) and not call.return_max_logit:
         from thdops.ops.attention_thd import kernels_hopper_forward as hopper
 
         if hopper.serves(q, k, v, call.scale):
             tiles, sequences = _query_tiles(call, hopper.BLOCK_M), call.cu_seqlens_q.shape[0] - 1
             softmax = "sink" if call.softmax == "learnable" else call.softmax
-            hopper.forward(q, k, v, *tiles, out, lse, call.sink, sequences, *_window(call), call.scale, call.softcap, softmax)
+            hopper.forward(q, k, v, *tiles, out, lse, sink, sequences, *_window(call), call.scale, call.softcap, softmax)
             return out, lse, max_logit
 
     blocks = _forward_blocks(call)
@@ -63,7 +64,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     negative, factor = call.scale < 0, max(abs(call.scale), 1e-30)  # as good as 0, and keeps -inf * 0 away
     _persistent(
         attention_forward_kernel,
-        (q, k, v, call.sink, out, lse, max_logit, *_query_tiles(call, blocks.queries)),
+        (q, k, v, sink, out, lse, max_logit, *_query_tiles(call, blocks.queries)),
         (*strides, q.shape[0], q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
         (factor if call.softcap else factor * LOG2E.value, call.softcap),
         (negative, *_widths(call), *_bounded(call), call.softmax, call.softcap != 0, call.return_max_logit, unit),
@@ -142,7 +143,7 @@ def _delta(
     width = max(16, 1 << (dim - 1).bit_length())
     launch(delta_kernel, (_programs(tiles, heads, 8), 1, 1), args, (dim, width, 0 if sums is None else sums.shape[2], unit, 32))
     if call.sink is not None:
-        launch(sink_grad_kernel, (heads, 1, 1), (call.sink, lse, delta, dsink, total), (1024,), 8)
+        launch(sink_grad_kernel, (heads, 1, 1), (call.sink.contiguous(), lse, delta, dsink, total), (1024,), 8)
     return delta
 
 
