@@ -5,6 +5,7 @@ T rows of the whole batch, H heads, D head dims, W ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,7 @@ class Problem(NamedTuple):
     batch: Batch
     cu_seqlens: Tensor
     padded: Tensor | None
-    qkv: tuple[Tensor, ...]
+    qkv: tuple[Tensor, Tensor, Tensor]
     sink: Tensor | None
     grad_out: Tensor
     grad_lse: Tensor
@@ -78,26 +79,28 @@ def problem(
 
     statistics = torch.float64 if dtype == torch.float64 else torch.float32
     rows, padding = batch.total, batch.padding()
-    qkv = tuple(new(rows, h, d).to(dtype) for h, d in ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])))
+    q, k, v = (new(rows, h, d).to(dtype) for h, d in ((heads[0], dims[0]), (heads[1], dims[0]), (heads[1], dims[1])))
     grad_out, grad_lse = new(rows, heads[0], dims[1]).to(dtype), new(heads[0], rows).to(statistics)
-    for x in (*qkv, grad_out):
+    for x in (q, k, v, grad_out):
         x[padding] = poison
     grad_lse[:, padding] = poison
     sink = new(heads[0]).to(statistics) if options.get("softmax") == "learnable" else None
-    return Problem(batch, *batch.metadata("cpu"), qkv, sink, grad_out, grad_lse, options)
+    return Problem(batch, *batch.metadata("cpu"), (q, k, v), sink, grad_out, grad_lse, options)
 
 
 def one_device(given: Problem) -> Results:
     """By the single-device op."""
     options = {name: value for name, value in given.options.items() if name != "partition"}
 
-    def attend(*qkv: Tensor, **more: Any) -> Any:
-        return thdops.attention(*qkv, given.cu_seqlens, cu_seqlens_q_padded=given.padded, **options, **more)
+    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+        return thdops.attention(q, k, v, given.cu_seqlens, cu_seqlens_q_padded=given.padded, **options, **more)
 
     return results(attend, given.qkv, given.sink, given.grad_out, given.grad_lse)
 
 
-def results(attend: Any, qkv: tuple[Tensor, ...], sink: Tensor | None, grad_out: Tensor, grad_lse: Tensor) -> Results:
+def results(
+    attend: Callable[..., Any], qkv: tuple[Tensor, ...], sink: Tensor | None, grad_out: Tensor, grad_lse: Tensor
+) -> Results:
     leaves = [x.clone().requires_grad_() for x in (*qkv, *(() if sink is None else (sink,)))]
     out, lse, max_logit = attend(*leaves[:3], sink=None if sink is None else leaves[3], return_lse=True, return_max_logit=True)
     gradients = torch.autograd.grad((out, lse), leaves, (grad_out, grad_lse))

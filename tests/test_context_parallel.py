@@ -13,10 +13,11 @@ from attention_oracle import Batch, from_offsets
 from context_parallel_problems import LAYOUTS, MASKS, WINDOWS, Problem, Results, compare, one_device, problem, results, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from meta_kernels.context_attention import Call
 from thdops import context_parallel
-from thdops.context_parallel import ring
+from thdops.context_parallel import ring, samples
 from thdops.context_parallel.communicator import AllToAll, Place, Shift, Steps, Wait, places, run_together
 from thdops.context_parallel.sections import Rows, Section
 
@@ -25,9 +26,9 @@ SIZES: list[Any] = [("p2p", 2), ("p2p", 4), ("all_gather", 2), ("all_gather", 4)
 
 
 def simulated(given: Problem, comm: str, cp_size: int | tuple[int, int]) -> Results:
-    def attend(*qkv: torch.Tensor, **more: Any) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
         how = {"cp_size": cp_size, "comm": comm, **given.options, **more}
-        return context_parallel.simulate(*qkv, given.cu_seqlens, given.padded, **how)
+        return context_parallel.simulate(q, k, v, given.cu_seqlens, given.padded, **how)
 
     return results(attend, given.qkv, given.sink, given.grad_out, given.grad_lse)
 
@@ -65,18 +66,16 @@ def test_heads_that_ranks_could_not_share(comm: str, heads: tuple[int, int]) -> 
     check(comm, 2, problem(LAYOUTS["gaps"], MASKS["causal"], heads=heads))
 
 
-@pytest.mark.parametrize("comm", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize(("comm", "cp_size"), [("p2p", 8), ("all_gather", 4), ("a2a", 2)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_low_precision_is_off_by_one_rounding_more_at_most(comm: str, dtype: torch.dtype) -> None:
-    batch = Batch([50, 14], [56, 16], 80)
-    low = problem(batch, MASKS["causal"], dtype=dtype)
-    exact = low._replace(qkv=tuple(x.double() for x in low.qkv), grad_out=low.grad_out.double(), grad_lse=low.grad_lse.double())
-    truth, alone, shared = one_device(exact), one_device(low), simulated(low, comm, 4)
-    for true, one, ours in zip(
-        (truth.out, *truth.gradients), (alone.out, *alone.gradients), (shared.out, *shared.gradients), strict=True
-    ):
-        rounding = torch.finfo(dtype).eps * true.abs().max()
-        assert (ours - true).abs().max() <= (one - true).abs().max() + rounding
+def test_low_precision_is_rounded_once_more_at_most(comm: str, cp_size: int, dtype: torch.dtype) -> None:
+    """Two roundings, of each part and of the whole, are sqrt(2) times the error of one; eight parts added up in `dtype`, 2.3."""
+    low = problem(Batch([128], [128], 144), {}, heads=(2, 2), dtype=dtype)
+    q, k, v = (x.double() for x in low.qkv)
+    exact = low._replace(qkv=(q, k, v), grad_out=low.grad_out.double(), grad_lse=low.grad_lse.double())
+    truth, *both = ((r.out, *r.gradients) for r in (one_device(exact), one_device(low), simulated(low, comm, cp_size)))
+    for true, alone, shared in zip(truth, *both, strict=True):
+        assert (shared - true).square().mean().sqrt() < 1.7 * (alone - true).square().mean().sqrt()
 
 
 # --- lengths -------------------------------------------------------------------------------------------------------------------
@@ -145,8 +144,8 @@ def test_case_14_values_narrower_than_keys(comm: str) -> None:
 def test_virtual_ranks_hold_their_rows_one_rank_after_the_other() -> None:
     given = problem(LAYOUTS["gaps"], MASKS["causal"])
     whole, rows = one_device(given), [context_parallel.partition_indices(given.offsets, 64, 4, rank).long() for rank in range(4)]
-    by_rank = [x[torch.cat(rows)] for x in given.qkv]
-    out, lse = context_parallel.attention(*by_rank, given.cu_seqlens, given.padded, group="virtual:4", causal=True, return_lse=True)
+    q, k, v = (x[torch.cat(rows)] for x in given.qkv)
+    out, lse = context_parallel.attention(q, k, v, given.cu_seqlens, given.padded, group="virtual:4", causal=True, return_lse=True)
     expected = rows_of(whole, torch.cat(rows))
     torch.testing.assert_close((out, lse), (expected.out, expected.lse))
 
@@ -155,8 +154,8 @@ def test_virtual_ranks_hold_their_rows_one_rank_after_the_other() -> None:
 def test_a_causal_ring_computes_no_pair_that_is_hidden_and_ranks_share_the_work(size: int) -> None:
     length = 2 * size * 5
     given = problem(Batch([length], [length], length), {})
-    names = {"comm": "p2p", "partition": "zigzag", "causal": True}
-    call: Any = Call(*given.qkv, given.cu_seqlens, given.padded, None, [f"virtual:{size}"], *names.values(), *[None] * 9)
+    (sample, *_) = samples.context_attention_samples(CPU)  # a causal ring in zigzag, whatever else
+    call = Call(*sample.args)
 
     def pairs(section: Section) -> int:
         queries = int(section.queries.valid[-1])
@@ -214,5 +213,6 @@ def test_ranks_in_lock_step_exchange_along_an_axis_of_the_mesh() -> None:
 )
 def test_arguments_are_refused_in_words(changes: dict[str, Any], error: type[Exception], text: str) -> None:
     given = problem(LAYOUTS["gaps"], {})
+    q, k, v = given.qkv
     with pytest.raises(error, match=f"^context_attention: {text}"):
-        context_parallel.attention(*given.qkv, given.cu_seqlens, given.padded, **{"group": "virtual:2", **changes})
+        context_parallel.attention(q, k, v, given.cu_seqlens, given.padded, **{"group": "virtual:2", **changes})

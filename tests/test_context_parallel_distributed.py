@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from context_parallel_problems import LAYOUTS, MASKS, WINDOWS, Problem, Results, compare, one_device, problem, results, rows_of
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from thdops import context_parallel
@@ -64,14 +66,14 @@ def problem_of(case: Case) -> Problem:
 
 
 def groups_of(rank: int) -> dict[str, Any]:
-    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
     world = dist.group.WORLD
     assert world is not None
     pairs = [dist.new_group([first, first + 1], timeout=TIMEOUT) for first in (0, 2)]
     return {
         "world": world,
         "name": world.group_name,
-        "mesh": dist.init_device_mesh("cpu", (RANKS,)),
+        "mesh": init_device_mesh("cpu", (RANKS,)),
         "mesh of two dimensions": mesh,
         "two groups": (mesh["ring"], mesh["heads"].get_group()),
         "pair": pairs[rank // 2],
@@ -84,16 +86,19 @@ def place_in(group: Any, rank: int) -> tuple[int, int]:
     return (2, rank % 2) if group == "pair" else (RANKS, rank)
 
 
+def rows_in(case: Case, given: Problem, rank: int) -> Tensor:
+    size, number = place_in(case.group, rank)
+    partition = case.options.get("partition", "zigzag")
+    return context_parallel.partition_indices(given.offsets, given.batch.total, size, number, partition=partition).long()
+
+
 def run_case(case: Case, groups: dict[str, Any], rank: int) -> Results:
     given = problem_of(case)
-    rows = context_parallel.partition_indices(given.offsets, given.batch.total, *place_in(case.group, rank)).long()
-    if case.options.get("partition") == "contiguous":
-        size, number = place_in(case.group, rank)
-        rows = context_parallel.partition_indices(given.offsets, given.batch.total, size, number, partition="contiguous").long()
+    rows = rows_in(case, given, rank)
 
-    def attend(*qkv: torch.Tensor, **more: Any) -> Any:
+    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
         how = {"group": groups[case.group], "comm": case.comm, **case.options, **more}
-        return context_parallel.attention(*qkv, given.cu_seqlens, given.padded, total_tokens=given.batch.total, **how)
+        return context_parallel.attention(q, k, v, given.cu_seqlens, given.padded, total_tokens=given.batch.total, **how)
 
     function = torch.compile(attend, fullgraph=True, backend="aot_eager") if case.compiled else attend
     qkv = tuple(x[rows] for x in given.qkv)
@@ -103,7 +108,7 @@ def run_case(case: Case, groups: dict[str, Any], rank: int) -> Results:
 def refusals(groups: dict[str, Any]) -> list[str]:
     """What a rank is told that calls with a group that does not fit: before anything is sent, so nobody waits for it."""
     given = problem_of(CASES["ring of four"])
-    rows = context_parallel.partition_indices(given.offsets, given.batch.total, RANKS, 0).long()
+    rows = rows_in(CASES["ring of four"], given, 0)
     qkv = tuple(x[rows] for x in given.qkv)
     calls: list[dict[str, Any]] = [
         {"group": groups["pair"], "total_tokens": given.batch.total},
@@ -129,7 +134,7 @@ def left_alone(groups: dict[str, Any], rank: int) -> str:
     if rank < 2:
         return ""
     given = problem_of(CASES["ring of two"])
-    rows = context_parallel.partition_indices(given.offsets, given.batch.total, 2, 0).long()
+    rows = rows_in(CASES["ring of two"], given, 2)
     qkv = tuple(x[rows] for x in given.qkv)
     return told(context_parallel.attention, *qkv, given.cu_seqlens, given.padded, group=groups["pair"], causal=True)
 
@@ -171,11 +176,9 @@ def test_every_rank_finds_its_rows_of_what_one_device_finds(name: str, ranks: li
     case = CASES[name]
     given = problem_of(case)
     whole, padding = one_device(given), given.batch.padding()
-    partition = case.options.get("partition", "zigzag")
     shares = []
     for rank in range(RANKS):
-        size, number = place_in(case.group, rank)
-        rows = context_parallel.partition_indices(given.offsets, given.batch.total, size, number, partition=partition).long()
+        rows = rows_in(case, given, rank)
         found = Results(*ranks[rank][name])
         shares.append(found.gradients[3:])
         # The gradient of a sink is shared out: no rank has all of it.

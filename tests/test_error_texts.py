@@ -57,113 +57,6 @@ def test_schemas_and_refusals() -> None:
     assert_expected_inline(
         refusals(),
         """\
-thdops::partition_indices(Tensor cu_seqlens_padded, SymInt total_tokens, SymInt cp_size, SymInt cp_rank, str partition="zigzag") -> Tensor
-  float offsets
-    TypeError: partition_indices: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
-  no offset
-    ValueError: partition_indices: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
-  every other offset
-    ValueError: partition_indices: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
-  no rank
-    ValueError: partition_indices: cp_size must be at least 1, got 0; pass a larger one
-  a rank past the group
-    ValueError: partition_indices: cp_rank must be from 0 to cp_size - 1 (1), got 2; pass this rank's number in its group
-  a rank below 0
-    ValueError: partition_indices: cp_rank must be from 0 to cp_size - 1 (1), got -1; pass this rank's number in its group
-  another partition
-    ValueError: partition_indices: partition must be one of zigzag, contiguous, got 'striped'; choose one
-  total_tokens below 0
-    ValueError: partition_indices: total_tokens must be at least 0, got -4; pass a larger one
-  rows that chunks do not divide
-    ValueError: partition_indices: total_tokens must be a multiple of 2 * cp_size (4), got 10; pad the batch, and every sequence, to such multiples
-  more rows than int32 can number
-    ValueError: partition_indices: total_tokens must be below 2**31, got 2147483648; split the batch
-thdops::local_cu_seqlens(Tensor cu_seqlens, Tensor? cu_seqlens_padded, SymInt cp_size, SymInt cp_rank, str? half=None, str partition="zigzag") -> (Tensor valid, Tensor padded)
-  float offsets
-    TypeError: local_cu_seqlens: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
-  no offset
-    ValueError: local_cu_seqlens: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
-  every other offset
-    ValueError: local_cu_seqlens: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
-  no rank
-    ValueError: local_cu_seqlens: cp_size must be at least 1, got 0; pass a larger one
-  a rank past the group
-    ValueError: local_cu_seqlens: cp_rank must be from 0 to cp_size - 1 (1), got 2; pass this rank's number in its group
-  a rank below 0
-    ValueError: local_cu_seqlens: cp_rank must be from 0 to cp_size - 1 (1), got -1; pass this rank's number in its group
-  another partition
-    ValueError: local_cu_seqlens: partition must be one of zigzag, contiguous, got 'striped'; choose one
-  an offset less
-    ValueError: local_cu_seqlens: cu_seqlens_padded must have as many entries as cu_seqlens (3), got 2; pass B+1 offsets in both
-  another half
-    ValueError: local_cu_seqlens: half must be one of first, second, got 'both'; choose one
-thdops::to_rank_order(Tensor x, Tensor cu_seqlens_padded, SymInt cp_size, str partition="zigzag") -> Tensor
-  float offsets
-    TypeError: to_rank_order: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
-  no offset
-    ValueError: to_rank_order: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
-  every other offset
-    ValueError: to_rank_order: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
-  a scalar
-    ValueError: to_rank_order: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
-  no rank
-    ValueError: to_rank_order: cp_size must be at least 1, got 0; pass a larger one
-  another partition
-    ValueError: to_rank_order: partition must be one of zigzag, contiguous, got 'striped'; choose one
-  rows that chunks do not divide
-    ValueError: to_rank_order: x must have a multiple of 2 * cp_size (4) rows, got 10; pad the batch, and every sequence, to such multiples
-thdops::from_rank_order(Tensor x, Tensor cu_seqlens_padded, SymInt cp_size, str partition="zigzag") -> Tensor
-  float offsets
-    TypeError: from_rank_order: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
-  no offset
-    ValueError: from_rank_order: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
-  every other offset
-    ValueError: from_rank_order: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
-  a scalar
-    ValueError: from_rank_order: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
-  no rank
-    ValueError: from_rank_order: cp_size must be at least 1, got 0; pass a larger one
-  another partition
-    ValueError: from_rank_order: partition must be one of zigzag, contiguous, got 'striped'; choose one
-  rows that chunks do not divide
-    ValueError: from_rank_order: x must have a multiple of 2 * cp_size (4) rows, got 10; pad the batch, and every sequence, to such multiples
-thdops::half(Tensor x, Tensor cu_seqlens_padded, str which, int dim=0) -> Tensor
-  float offsets
-    TypeError: half: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
-  no offset
-    ValueError: half: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
-  every other offset
-    ValueError: half: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
-  a scalar
-    ValueError: half: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
-  another half
-    ValueError: half: which must be one of first, second, got 'both'; choose one
-  a dimension past the last
-    ValueError: half: dim must name a dimension of x [16, 4], got 2; pass 0, or -1 for [H, T]
-  an odd number of rows
-    ValueError: half: x must have an even number of rows, got 15; pass all rows of the rank
-thdops::from_half(Tensor x, Tensor cu_seqlens_padded, str which, int dim=0) -> Tensor
-  float offsets
-    TypeError: from_half: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
-  no offset
-    ValueError: from_half: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
-  every other offset
-    ValueError: from_half: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
-  a scalar
-    ValueError: from_half: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
-  another half
-    ValueError: from_half: which must be one of first, second, got 'both'; choose one
-  a dimension past the last
-    ValueError: from_half: dim must name a dimension of x [16, 4], got 2; pass 0, or -1 for [H, T]
-  a dtype without a zero
-    TypeError: from_half: x must have a dtype that can hold 0, got float8_e8m0fnu; this format holds powers of two only
-thdops::attach_loss_grad(Tensor grad, Tensor scale, ScalarType dtype) -> Tensor
-  several scales
-    ValueError: attach_loss_grad: scale must have one element, got shape [2]; pass a 0-d tensor
-  integer scale
-    TypeError: attach_loss_grad: scale must be float32 or bfloat16 or float16, got int64 on cpu; cast it
-  integer dtype
-    TypeError: attach_loss_grad: dtype must be float32 or bfloat16 or float16, got int32 on cpu; pass the dtype of the loss
 thdops::attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor? cu_seqlens_q_padded, Tensor? cu_seqlens_kv, Tensor? cu_seqlens_kv_padded, Tensor? sink, bool causal, bool bottom_right, SymInt window_left, SymInt window_right, float scale, str softmax, float softcap, SymInt max_seqlen_q, SymInt max_seqlen_kv, bool deterministic, str backend, bool return_max_logit) -> (Tensor out, Tensor lse, Tensor max_logit)
   q of two dimensions
     ValueError: attention: q must have 3 dimensions [Tq, Hq, Dqk], got shape [25, 64]; reshape it
@@ -284,6 +177,181 @@ thdops::attention_grad(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, T
     ValueError: attention_grad: grad_out must have the forward's shape [23, 4, 16], got [4, 23, 16]; pass the forward's
   grad_lse of another dtype
     TypeError: attention_grad: grad_lse must be float32, got float16; cast it
+thdops::partition_indices(Tensor cu_seqlens_padded, SymInt total_tokens, SymInt cp_size, SymInt cp_rank, str partition="zigzag") -> Tensor
+  float offsets
+    TypeError: partition_indices: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: partition_indices: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: partition_indices: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  no rank
+    ValueError: partition_indices: cp_size must be at least 1, got 0; pass a larger one
+  a rank past the group
+    ValueError: partition_indices: cp_rank must be from 0 to cp_size - 1 (1), got 2; pass this rank's number in its group
+  a rank below 0
+    ValueError: partition_indices: cp_rank must be from 0 to cp_size - 1 (1), got -1; pass this rank's number in its group
+  another partition
+    ValueError: partition_indices: partition must be one of zigzag, contiguous, got 'striped'; choose one
+  total_tokens below 0
+    ValueError: partition_indices: total_tokens must be at least 0, got -4; pass a larger one
+  rows that chunks do not divide
+    ValueError: partition_indices: total_tokens must be a multiple of 2 * cp_size (4), got 10; pad the batch, and every sequence, to such multiples
+  more rows than int32 can number
+    ValueError: partition_indices: total_tokens must be below 2**31, got 2147483648; split the batch
+thdops::local_cu_seqlens(Tensor cu_seqlens, Tensor? cu_seqlens_padded, SymInt cp_size, SymInt cp_rank, str? half=None, str partition="zigzag") -> (Tensor valid, Tensor padded)
+  float offsets
+    TypeError: local_cu_seqlens: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: local_cu_seqlens: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: local_cu_seqlens: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  no rank
+    ValueError: local_cu_seqlens: cp_size must be at least 1, got 0; pass a larger one
+  a rank past the group
+    ValueError: local_cu_seqlens: cp_rank must be from 0 to cp_size - 1 (1), got 2; pass this rank's number in its group
+  a rank below 0
+    ValueError: local_cu_seqlens: cp_rank must be from 0 to cp_size - 1 (1), got -1; pass this rank's number in its group
+  another partition
+    ValueError: local_cu_seqlens: partition must be one of zigzag, contiguous, got 'striped'; choose one
+  an offset less
+    ValueError: local_cu_seqlens: cu_seqlens_padded must have as many entries as cu_seqlens (3), got 2; pass B+1 offsets in both
+  another half
+    ValueError: local_cu_seqlens: half must be one of first, second, got 'both'; choose one
+thdops::to_rank_order(Tensor x, Tensor cu_seqlens_padded, SymInt cp_size, str partition="zigzag") -> Tensor
+  float offsets
+    TypeError: to_rank_order: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: to_rank_order: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: to_rank_order: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  a scalar
+    ValueError: to_rank_order: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
+  no rank
+    ValueError: to_rank_order: cp_size must be at least 1, got 0; pass a larger one
+  another partition
+    ValueError: to_rank_order: partition must be one of zigzag, contiguous, got 'striped'; choose one
+  rows that chunks do not divide
+    ValueError: to_rank_order: x must have a multiple of 2 * cp_size (4) rows, got 10; pad the batch, and every sequence, to such multiples
+thdops::from_rank_order(Tensor x, Tensor cu_seqlens_padded, SymInt cp_size, str partition="zigzag") -> Tensor
+  float offsets
+    TypeError: from_rank_order: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: from_rank_order: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: from_rank_order: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  a scalar
+    ValueError: from_rank_order: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
+  no rank
+    ValueError: from_rank_order: cp_size must be at least 1, got 0; pass a larger one
+  another partition
+    ValueError: from_rank_order: partition must be one of zigzag, contiguous, got 'striped'; choose one
+  rows that chunks do not divide
+    ValueError: from_rank_order: x must have a multiple of 2 * cp_size (4) rows, got 10; pad the batch, and every sequence, to such multiples
+thdops::half(Tensor x, Tensor cu_seqlens_padded, str which, int dim=0) -> Tensor
+  float offsets
+    TypeError: half: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: half: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: half: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  a scalar
+    ValueError: half: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
+  another half
+    ValueError: half: which must be one of first, second, got 'both'; choose one
+  a dimension past the last
+    ValueError: half: dim must name a dimension of x [16, 4], got 2; pass 0, or -1 for [H, T]
+  an odd number of rows
+    ValueError: half: x must have an even number of rows, got 15; pass all rows of the rank
+thdops::from_half(Tensor x, Tensor cu_seqlens_padded, str which, int dim=0) -> Tensor
+  float offsets
+    TypeError: from_half: cu_seqlens_padded must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  no offset
+    ValueError: from_half: cu_seqlens_padded must be 1-D [B+1] with at least one entry, got shape [0]; pass B+1 offsets
+  every other offset
+    ValueError: from_half: cu_seqlens_padded must be contiguous, got stride 2; call .contiguous()
+  a scalar
+    ValueError: from_half: x must have at least one dimension [T, ...], got a 0-d tensor; rows are dimension 0
+  another half
+    ValueError: from_half: which must be one of first, second, got 'both'; choose one
+  a dimension past the last
+    ValueError: from_half: dim must name a dimension of x [16, 4], got 2; pass 0, or -1 for [H, T]
+  a dtype without a zero
+    TypeError: from_half: x must have a dtype that can hold 0, got float8_e8m0fnu; this format holds powers of two only
+thdops::context_attention(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_padded, Tensor? sink, str[] groups, str comm, str partition, bool causal, SymInt window_left, SymInt window_right, float scale, str softmax, float softcap, bool deterministic, str backend, bool return_max_logit, SymInt total_tokens) -> (Tensor out, Tensor lse, Tensor max_logit)
+  q of two dimensions
+    ValueError: context_attention: q must have 3 dimensions [T / W, Hq, Dqk], got shape [64, 64]; reshape it
+  k of fewer rows
+    ValueError: context_attention: k must have the rows of q (64), got 56; pass the same rows of the batch
+  float cu_seqlens
+    TypeError: context_attention: cu_seqlens must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  v of another dtype
+    TypeError: context_attention: v must have the dtype of q (float32), got bfloat16; cast one of them
+  a sink without its softmax
+    ValueError: context_attention: sink must come with softmax='learnable', got a sink with softmax='vanilla'; leave it out, or pass softmax='learnable'
+  unknown comm
+    ValueError: context_attention: comm must be one of p2p, all_gather, a2a, a2a+p2p, got 'ring'; choose one
+  unknown partition
+    ValueError: context_attention: partition must be one of zigzag, contiguous, got 'blocks'; choose one
+  one group for two dimensions
+    ValueError: context_attention: group must be a mesh of two dimensions or a pair of groups with comm='a2a+p2p', got 1; pass (ring group, heads group)
+  two groups for one dimension
+    ValueError: context_attention: group must be one group with comm='p2p', got 2; pass one dimension of the mesh, or comm='a2a+p2p'
+  no such group
+    ValueError: context_attention: group must be a process group of this process, got 'nobody'; pass a group of this process; torch.distributed must be initialised
+  no virtual rank
+    ValueError: context_attention: group must name a positive number of virtual ranks, got ['virtual:0']; pass 'virtual:4'
+  rows that do not divide
+    ValueError: context_attention: q must have T / W rows, T a multiple of 2 * W (W = 4 here), got 60 rows of all ranks; pad the batch, and every sequence, to multiples of 2 * W rows
+  a window round the ring
+    ValueError: context_attention: window must be (-1, -1) with comm='p2p', got (3, 0); pass comm='all_gather' or 'a2a': a ring would send keys that no query of the next ranks sees
+  key heads that do not divide
+    ValueError: context_attention: heads of q and k must be multiples of the 4 ranks that share them, got 4 and 2; pass comm='p2p' or 'all_gather', or split heads over fewer ranks with 'a2a+p2p'
+  a backend that is not there
+    ValueError: context_attention: backend must serve the call, got 'native', which runs on CUDA only; change the call, or pass backend='reference' (every feature, slow)
+  a group of the wrong size
+    ValueError: context_attention: group must have total_tokens / n ranks, got 1 for 64 of 128 rows; pass the group that rows were partitioned for
+thdops::context_attention_grad(Tensor? grad_out, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens, Tensor? cu_seqlens_padded, Tensor? sink, str[] groups, str comm, str partition, bool causal, SymInt window_left, SymInt window_right, float scale, str softmax, float softcap, bool deterministic, str backend) -> (Tensor dq, Tensor dk, Tensor dv, Tensor dsink)
+  q of two dimensions
+    ValueError: context_attention_grad: q must have 3 dimensions [T / W, Hq, Dqk], got shape [64, 64]; reshape it
+  k of fewer rows
+    ValueError: context_attention_grad: k must have the rows of q (64), got 56; pass the same rows of the batch
+  float cu_seqlens
+    TypeError: context_attention_grad: cu_seqlens must be int32 or int64, got float32; cast it, for example with .to(torch.int32)
+  v of another dtype
+    TypeError: context_attention_grad: v must have the dtype of q (float32), got bfloat16; cast one of them
+  a sink without its softmax
+    ValueError: context_attention_grad: sink must come with softmax='learnable', got a sink with softmax='vanilla'; leave it out, or pass softmax='learnable'
+  unknown comm
+    ValueError: context_attention_grad: comm must be one of p2p, all_gather, a2a, a2a+p2p, got 'ring'; choose one
+  unknown partition
+    ValueError: context_attention_grad: partition must be one of zigzag, contiguous, got 'blocks'; choose one
+  one group for two dimensions
+    ValueError: context_attention_grad: group must be a mesh of two dimensions or a pair of groups with comm='a2a+p2p', got 1; pass (ring group, heads group)
+  two groups for one dimension
+    ValueError: context_attention_grad: group must be one group with comm='p2p', got 2; pass one dimension of the mesh, or comm='a2a+p2p'
+  no such group
+    ValueError: context_attention_grad: group must be a process group of this process, got 'nobody'; pass a group of this process; torch.distributed must be initialised
+  no virtual rank
+    ValueError: context_attention_grad: group must name a positive number of virtual ranks, got ['virtual:0']; pass 'virtual:4'
+  rows that do not divide
+    ValueError: context_attention_grad: q must have T / W rows, T a multiple of 2 * W (W = 4 here), got 60 rows of all ranks; pad the batch, and every sequence, to multiples of 2 * W rows
+  a window round the ring
+    ValueError: context_attention_grad: window must be (-1, -1) with comm='p2p', got (3, 0); pass comm='all_gather' or 'a2a': a ring would send keys that no query of the next ranks sees
+  key heads that do not divide
+    ValueError: context_attention_grad: heads of q and k must be multiples of the 4 ranks that share them, got 4 and 2; pass comm='p2p' or 'all_gather', or split heads over fewer ranks with 'a2a+p2p'
+  a backend that is not there
+    ValueError: context_attention_grad: backend must serve the call, got 'native', which runs on CUDA only; change the call, or pass backend='reference' (every feature, slow)
+  out of another shape
+    ValueError: context_attention_grad: out must have the forward's shape [64, 4, 16], got [63, 4, 16]; pass the forward's
+  grad_lse of another dtype
+    TypeError: context_attention_grad: grad_lse must be float32, got float16; cast it
+thdops::attach_loss_grad(Tensor grad, Tensor scale, ScalarType dtype) -> Tensor
+  several scales
+    ValueError: attach_loss_grad: scale must have one element, got shape [2]; pass a 0-d tensor
+  integer scale
+    TypeError: attach_loss_grad: scale must be float32 or bfloat16 or float16, got int64 on cpu; cast it
+  integer dtype
+    TypeError: attach_loss_grad: dtype must be float32 or bfloat16 or float16, got int32 on cpu; pass the dtype of the loss
 thdops::moe_aux_loss(Tensor probs, Tensor tokens_per_expert, Tensor? total_num_tokens_tensor, Tensor? coeff_tensor, Tensor? padding_mask, SymInt num_experts, SymInt topk, SymInt? total_num_tokens=None, float? coeff=None) -> (Tensor loss, Tensor coefficient)
   probs of rank 3
     ValueError: moe_aux_loss: probs must have 2 dimensions [T, M*E], got shape [1, 6, 8]; reshape it
@@ -950,6 +1018,58 @@ def test_fakes() -> None:
     assert_expected_inline(
         fakes(),
         """\
+attention
+  causal, tail: float32[23, 4, 16], float32[4, 23], float32[0]
+  every row valid: float32[16, 4, 16], float32[4, 16], float32[0]
+  MQA, gaps and tail, int64: float32[25, 4, 16], float32[4, 25], float32[0]
+  one head per key head, empty sequences: float32[17, 2, 16], float32[2, 17], float32[0]
+  slices of one fused buffer: float32[25, 4, 16], float32[4, 25], float32[0]
+  sliding window, rows before the first: float32[14, 4, 16], float32[4, 14], float32[0]
+  window on both sides, fp16: float16[25, 4, 16], float32[4, 25], float32[0]
+  no valid row: float32[8, 4, 16], float32[4, 8], float32[0]
+  sentinels: float32[16, 4, 16], float32[4, 16], float32[0]
+  no sequence: float32[5, 4, 16], float32[4, 5], float32[0]
+  bf16, own scale: bfloat16[25, 4, 16], float32[4, 25], float32[0]
+  cross attention: float32[15, 4, 16], float32[4, 15], float32[0]
+  cross attention, bottom-right causal: float32[15, 4, 16], float32[4, 15], float32[0]
+  cross attention, bottom-right window: float32[15, 4, 16], float32[4, 15], float32[0]
+  cross attention, bottom-right, bounded on the left: float32[15, 4, 16], float32[4, 15], float32[0]
+  cross attention, top-left causal, off by one: float32[15, 4, 16], float32[4, 15], float32[0]
+  off by one, no valid row: float32[8, 4, 16], float32[4, 8], float32[0]
+  learnable sink, window, bottom-right: float32[15, 4, 16], float32[4, 15], float32[0]
+  learnable sink, bf16: bfloat16[25, 4, 16], float32[4, 25], float32[0]
+  MLA 24/16: float32[25, 4, 16], float32[4, 25], float32[0]
+  MLA 16/24, softcap: float32[17, 4, 24], float32[4, 17], float32[0]
+  softcap, max_logit, fp16: float16[23, 4, 16], float32[4, 23], float32[4]
+  max_logit, bottom-right: float32[15, 4, 16], float32[4, 15], float32[4]
+  max_logit, no valid row: float32[8, 4, 16], float32[4, 8], float32[4]
+  fp32, sink, softcap, window: float32[16, 4, 16], float32[4, 16], float32[0]
+attention_grad
+  causal, tail: float32[23, 4, 16], float32[23, 2, 16], float32[23, 2, 16], float32[0]
+  every row valid: float32[16, 4, 16], float32[16, 2, 16], float32[16, 2, 16], float32[0]
+  MQA, gaps and tail, int64: float32[25, 4, 16], float32[25, 1, 16], float32[25, 1, 16], float32[0]
+  one head per key head, empty sequences: float32[17, 2, 16], float32[17, 2, 16], float32[17, 2, 16], float32[0]
+  slices of one fused buffer: float32[25, 4, 16], float32[25, 2, 16], float32[25, 2, 16], float32[0]
+  sliding window, rows before the first: float32[14, 4, 16], float32[14, 2, 16], float32[14, 2, 16], float32[0]
+  window on both sides, fp16: float16[25, 4, 16], float16[25, 2, 16], float16[25, 2, 16], float32[0]
+  no valid row: float32[8, 4, 16], float32[8, 2, 16], float32[8, 2, 16], float32[0]
+  sentinels: float32[16, 4, 16], float32[16, 2, 16], float32[16, 2, 16], float32[0]
+  no sequence: float32[5, 4, 16], float32[5, 2, 16], float32[5, 2, 16], float32[0]
+  bf16, own scale: bfloat16[25, 4, 16], bfloat16[25, 2, 16], bfloat16[25, 2, 16], float32[0]
+  cross attention: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
+  cross attention, bottom-right causal: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
+  cross attention, bottom-right window: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
+  cross attention, bottom-right, bounded on the left: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
+  cross attention, top-left causal, off by one: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
+  off by one, no valid row: float32[8, 4, 16], float32[8, 2, 16], float32[8, 2, 16], float32[0]
+  learnable sink, window, bottom-right: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[4]
+  learnable sink, bf16: bfloat16[25, 4, 16], bfloat16[25, 2, 16], bfloat16[25, 2, 16], float32[4]
+  MLA 24/16: float32[25, 4, 24], float32[25, 2, 24], float32[25, 2, 16], float32[0]
+  MLA 16/24, softcap: float32[17, 4, 16], float32[17, 2, 16], float32[17, 2, 24], float32[0]
+  softcap, max_logit, fp16: float16[23, 4, 16], float16[23, 2, 16], float16[23, 2, 16], float32[0]
+  max_logit, bottom-right: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
+  max_logit, no valid row: float32[8, 4, 16], float32[8, 2, 16], float32[8, 2, 16], float32[0]
+  fp32, sink, softcap, window: float32[16, 4, 16], float32[16, 2, 16], float32[16, 2, 16], float32[4]
 partition_indices
   rows of no sequence on both sides, rank 1 of 2, zigzag, torch.int32: int32[18]
   back to back, rank 0 of 2, zigzag, torch.int64: int32[12]
@@ -1021,6 +1141,38 @@ from_half
   bool, rows of no sequence on both sides, second: bool[18, 3]
   zero width, rows of no sequence on both sides, first: float32[18, 0]
   no row: float32[0, 4]
+context_attention
+  ring, causal: float32[64, 4, 16], float32[4, 64], float32[4]
+  ring, full: float16[40, 4, 16], float32[4, 40], float32[0]
+  ring, contiguous, sink: float32[64, 4, 16], float32[4, 64], float32[0]
+  ring, MLA: bfloat16[32, 4, 16], float32[4, 32], float32[0]
+  ring of one: float32[64, 4, 16], float32[4, 64], float32[0]
+  gathered, causal: float32[64, 4, 16], float32[4, 64], float32[0]
+  gathered, window: float32[40, 4, 16], float32[4, 40], float32[4]
+  gathered, full: bfloat16[24, 4, 16], float32[4, 24], float32[0]
+  heads, sink: float32[64, 4, 16], float32[4, 64], float32[4]
+  heads, window, softcap: float32[40, 4, 16], float32[4, 40], float32[0]
+  heads and ring: float32[64, 4, 16], float32[4, 64], float32[4]
+  no valid row: float32[32, 4, 16], float32[4, 32], float32[0]
+  no sequence: float32[8, 4, 16], float32[4, 8], float32[0]
+  no row: float32[0, 4, 16], float32[4, 0], float32[0]
+  fp64: float64[64, 4, 16], float64[4, 64], float64[4]
+context_attention_grad
+  ring, causal: float32[64, 4, 16], float32[64, 2, 16], float32[64, 2, 16], float32[0]
+  ring, full: float16[40, 4, 16], float16[40, 4, 16], float16[40, 4, 16], float32[0]
+  ring, contiguous, sink: float32[64, 4, 16], float32[64, 4, 16], float32[64, 4, 16], float32[4]
+  ring, MLA: bfloat16[32, 4, 24], bfloat16[32, 4, 24], bfloat16[32, 4, 16], float32[0]
+  ring of one: float32[64, 4, 16], float32[64, 4, 16], float32[64, 4, 16], float32[0]
+  gathered, causal: float32[64, 4, 16], float32[64, 2, 16], float32[64, 2, 16], float32[0]
+  gathered, window: float32[40, 4, 16], float32[40, 4, 16], float32[40, 4, 16], float32[0]
+  gathered, full: bfloat16[24, 4, 16], bfloat16[24, 4, 16], bfloat16[24, 4, 16], float32[0]
+  heads, sink: float32[64, 4, 16], float32[64, 4, 16], float32[64, 4, 16], float32[4]
+  heads, window, softcap: float32[40, 4, 16], float32[40, 4, 16], float32[40, 4, 16], float32[0]
+  heads and ring: float32[64, 4, 16], float32[64, 4, 16], float32[64, 4, 16], float32[4]
+  no valid row: float32[32, 4, 16], float32[32, 4, 16], float32[32, 4, 16], float32[0]
+  no sequence: float32[8, 4, 16], float32[8, 4, 16], float32[8, 4, 16], float32[0]
+  no row: float32[0, 4, 16], float32[0, 4, 16], float32[0, 4, 16], float32[0]
+  fp64: float64[64, 4, 16], float64[64, 2, 16], float64[64, 2, 16], float32[0]
 attach_loss_grad
   fp32: float32[]
   bfloat16 scale, float32 loss: float32[]
@@ -1030,58 +1182,6 @@ attach_loss_grad
   the third of several scales: float32[]
   more rows: float32[]
   no row: float32[]
-attention
-  causal, tail: float32[23, 4, 16], float32[4, 23], float32[0]
-  every row valid: float32[16, 4, 16], float32[4, 16], float32[0]
-  MQA, gaps and tail, int64: float32[25, 4, 16], float32[4, 25], float32[0]
-  one head per key head, empty sequences: float32[17, 2, 16], float32[2, 17], float32[0]
-  slices of one fused buffer: float32[25, 4, 16], float32[4, 25], float32[0]
-  sliding window, rows before the first: float32[14, 4, 16], float32[4, 14], float32[0]
-  window on both sides, fp16: float16[25, 4, 16], float32[4, 25], float32[0]
-  no valid row: float32[8, 4, 16], float32[4, 8], float32[0]
-  sentinels: float32[16, 4, 16], float32[4, 16], float32[0]
-  no sequence: float32[5, 4, 16], float32[4, 5], float32[0]
-  bf16, own scale: bfloat16[25, 4, 16], float32[4, 25], float32[0]
-  cross attention: float32[15, 4, 16], float32[4, 15], float32[0]
-  cross attention, bottom-right causal: float32[15, 4, 16], float32[4, 15], float32[0]
-  cross attention, bottom-right window: float32[15, 4, 16], float32[4, 15], float32[0]
-  cross attention, bottom-right, bounded on the left: float32[15, 4, 16], float32[4, 15], float32[0]
-  cross attention, top-left causal, off by one: float32[15, 4, 16], float32[4, 15], float32[0]
-  off by one, no valid row: float32[8, 4, 16], float32[4, 8], float32[0]
-  learnable sink, window, bottom-right: float32[15, 4, 16], float32[4, 15], float32[0]
-  learnable sink, bf16: bfloat16[25, 4, 16], float32[4, 25], float32[0]
-  MLA 24/16: float32[25, 4, 16], float32[4, 25], float32[0]
-  MLA 16/24, softcap: float32[17, 4, 24], float32[4, 17], float32[0]
-  softcap, max_logit, fp16: float16[23, 4, 16], float32[4, 23], float32[4]
-  max_logit, bottom-right: float32[15, 4, 16], float32[4, 15], float32[4]
-  max_logit, no valid row: float32[8, 4, 16], float32[4, 8], float32[4]
-  fp32, sink, softcap, window: float32[16, 4, 16], float32[4, 16], float32[0]
-attention_grad
-  causal, tail: float32[23, 4, 16], float32[23, 2, 16], float32[23, 2, 16], float32[0]
-  every row valid: float32[16, 4, 16], float32[16, 2, 16], float32[16, 2, 16], float32[0]
-  MQA, gaps and tail, int64: float32[25, 4, 16], float32[25, 1, 16], float32[25, 1, 16], float32[0]
-  one head per key head, empty sequences: float32[17, 2, 16], float32[17, 2, 16], float32[17, 2, 16], float32[0]
-  slices of one fused buffer: float32[25, 4, 16], float32[25, 2, 16], float32[25, 2, 16], float32[0]
-  sliding window, rows before the first: float32[14, 4, 16], float32[14, 2, 16], float32[14, 2, 16], float32[0]
-  window on both sides, fp16: float16[25, 4, 16], float16[25, 2, 16], float16[25, 2, 16], float32[0]
-  no valid row: float32[8, 4, 16], float32[8, 2, 16], float32[8, 2, 16], float32[0]
-  sentinels: float32[16, 4, 16], float32[16, 2, 16], float32[16, 2, 16], float32[0]
-  no sequence: float32[5, 4, 16], float32[5, 2, 16], float32[5, 2, 16], float32[0]
-  bf16, own scale: bfloat16[25, 4, 16], bfloat16[25, 2, 16], bfloat16[25, 2, 16], float32[0]
-  cross attention: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
-  cross attention, bottom-right causal: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
-  cross attention, bottom-right window: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
-  cross attention, bottom-right, bounded on the left: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
-  cross attention, top-left causal, off by one: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
-  off by one, no valid row: float32[8, 4, 16], float32[8, 2, 16], float32[8, 2, 16], float32[0]
-  learnable sink, window, bottom-right: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[4]
-  learnable sink, bf16: bfloat16[25, 4, 16], bfloat16[25, 2, 16], bfloat16[25, 2, 16], float32[4]
-  MLA 24/16: float32[25, 4, 24], float32[25, 2, 24], float32[25, 2, 16], float32[0]
-  MLA 16/24, softcap: float32[17, 4, 16], float32[17, 2, 16], float32[17, 2, 24], float32[0]
-  softcap, max_logit, fp16: float16[23, 4, 16], float16[23, 2, 16], float16[23, 2, 16], float32[0]
-  max_logit, bottom-right: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
-  max_logit, no valid row: float32[8, 4, 16], float32[8, 2, 16], float32[8, 2, 16], float32[0]
-  fp32, sink, softcap, window: float32[16, 4, 16], float32[16, 2, 16], float32[16, 2, 16], float32[4]
 moe_aux_loss
   int count: float32[], float32[]
   int64 count, coefficient and mask on the device: float32[], float32[]

@@ -42,9 +42,9 @@ def _score(x: Tensor) -> Tensor:
 
 def test_the_list() -> None:
     names = {op.name() for op in thdops.save_ops()}
-    assert names == {f"thdops::{name}" for name in ("attention", "router", "router_scores", "router_topk")}
+    assert names == {f"thdops::{name}" for name in ("attention", "context_attention", "router", "router_scores", "router_topk")}
     thdops.save_ops().clear()
-    assert len(thdops.save_ops()) == 4
+    assert len(thdops.save_ops()) == 5
 
 
 @pytest.mark.parametrize("mode", ["eager", "compiled"])

@@ -5,6 +5,7 @@ W ranks, T rows of the whole batch, n = T / W rows of a rank, B sequences, Hq an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -59,8 +60,9 @@ def attention(
         out = context_parallel.attention(q, k, v, valid, padded, group=group, causal=True)
 
     Every rank of the group calls it with its own rows and the whole batch's metadata, and gets its rows of what `thdops.attention`
-    would give one device for the whole batch, in forward and backward: rows of q, k and v that other ranks used get their share of
-    the gradient from there. Communication is inside; no host sync, capturable in a CUDA graph with NCCL.
+    would give one device for the whole batch, in forward and backward: keys and values that other ranks' queries saw get their
+    gradient from there. Communication is inside the op, in both directions, so every rank must go through the same calls, and
+    through their backward if one does. No host sync; capturable in a CUDA graph with NCCL.
 
     | comm | what travels, forward | and backward | takes |
     |---|---|---|---|
@@ -78,8 +80,9 @@ def attention(
         v: `[n, Hkv, Dv]`, q's dtype.
         cu_seqlens: int32 or int64 `[B+1]` on q's device, of the whole batch: valid rows per sequence as prefix sums.
         cu_seqlens_padded: physical offsets in the whole batch, every one a multiple of 2W; None where sequences stand back to back.
-        group: a process group, its name, or a `DeviceMesh` of one dimension. For "a2a+p2p" a mesh of two dimensions, ring first, or
-            a pair (ring group, heads group); then the rank in `partition_indices` is ring rank * heads ranks + heads rank.
+        group: a process group, its name, or a `DeviceMesh` of one dimension; the rank in it is `cp_rank` in `partition_indices`.
+            For "a2a+p2p" a mesh of two dimensions, ring first, or a pair (ring group, heads group); then `cp_rank` is
+            ring rank * heads ranks + heads rank.
         comm: see the table; every rank the same, as everything that follows.
         partition: "zigzag", which gives every rank the same work under a causal mask, or "contiguous".
         causal, window, scale, softmax, softcap: as in `thdops.attention`; windows with "all_gather" and "a2a" only.
@@ -161,9 +164,7 @@ def simulate(
     sizes = cp_size if isinstance(cp_size, (tuple, list)) else (cp_size,)
     for size in sizes:
         check_integers("simulate", cp_size=size)
-    ranks = 1
-    for size in sizes:
-        ranks *= size
+    ranks = math.prod(sizes)
     padded = cu_seqlens if cu_seqlens_padded is None else cu_seqlens_padded
     by_rank = [to_rank_order(x, padded, ranks, partition=partition) for x in (q, k, v)]
     out, lse, *rest = _attention(
@@ -172,12 +173,12 @@ def simulate(
         (comm, partition, causal, window, scale, softmax, softcap, deterministic, backend),
         True,
         return_max_logit,
-        q.shape[0] if q.dim() > 0 else 0,
+        0,
     )
     out = from_rank_order(out, padded, ranks, partition=partition)
     results = [out]
     if return_lse:
-        results.append(from_rank_order(lse.t(), padded, ranks, partition=partition).t())
+        results.append(from_rank_order(lse.t(), padded, ranks, partition=partition).t().contiguous())
     results += rest
     return tuple(results) if len(results) > 1 else out
 
@@ -265,7 +266,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
-    """Every rank must come here: with no gradient at all, a rank still takes part in the others' exchanges."""
+    """Without any gradient a rank still takes part in the exchanges of the others."""
     settings: list[None] = [None] * len(ctx.settings)
     saved = ctx.saved_tensors  # read once: activation checkpointing recomputes them once
     dq, dk, dv, dsink = torch.ops.thdops.context_attention_grad(grad_out, grad_lse, *saved, *ctx.settings)

@@ -120,8 +120,10 @@ def _calls(device: torch.device) -> Iterator[tuple[str, Call, bool]]:
         return name, _call(_layout(base, device, index), *how, dtype=dtype, **rest), compiled
 
     causal: dict[str, Any] = {"causal": True}
-    yield one("ring, causal", "gaps and tail", "p2p", 4, compiled=True, heads=(4, 2), return_max_logit=True, **causal)
+    grouped: dict[str, Any] = {"heads": (4, 2), "return_max_logit": True, **causal}
+    yield one("ring, causal", "gaps and tail", "p2p", 4, compiled=True, **grouped)
     yield one("ring, full", "rows before the first", "p2p", 2, dtype=_FP16, index=torch.int64)
+    yield one("ring, causal, other sizes", "rows before the first", "p2p", 4, **grouped)
     yield one("ring, contiguous, sink", "gaps and tail", "p2p", 2, partition="contiguous", softmax="learnable", **causal)
     yield one("ring, MLA", "back to back, tail", "p2p", 2, dtype=_BF16, dims=(24, 16), **causal)
     yield one("ring of one", "gaps and tail", "p2p", 1, fused=True, **causal)
@@ -137,7 +139,7 @@ def _calls(device: torch.device) -> Iterator[tuple[str, Call, bool]]:
     yield one("no sequence", "no sequence", "all_gather", 2, **causal)
     yield one("no row", "no row", "a2a", 2)
     if device.type == "cpu":
-        yield one("fp64", "gaps and tail", "p2p", 4, dtype=_FP64, heads=(4, 2), return_max_logit=True, **causal)
+        yield one("fp64", "gaps and tail", "p2p", 4, dtype=_FP64, **grouped)
 
 
 def context_attention_samples(device: torch.device) -> Iterator[Sample]:
@@ -148,7 +150,7 @@ def context_attention_samples(device: torch.device) -> Iterator[Sample]:
 def context_attention_grad_samples(device: torch.device) -> Iterator[Sample]:
     for i, (name, call, compiled) in enumerate(_calls(device)):
         call = call._replace(return_max_logit=False)
-        grad = _gradients(call, i % 6 != 5, i % 3 != 1)
+        grad = _gradients(call, i % 6 != 5, i % 3 != 1, strided=i % 4 == 3)
         replays = []
         for metadata in _others(_layout_of(call)):
             other = _gradients(call._replace(**metadata), True, True)
@@ -160,12 +162,14 @@ def _layout_of(call: Call) -> Layout:
     return Layout(call.cu_seqlens, call.cu_seqlens_padded, call.q.shape[0])
 
 
-def _gradients(call: Call, has_out: bool, has_lse: bool) -> GradCall:
+def _gradients(call: Call, has_out: bool, has_lse: bool, strided: bool = False) -> GradCall:
     with torch.no_grad():
         out, lse, _ = run.context_attention(*call)
     generator = torch.Generator().manual_seed(1)
-    grad_out = torch.randn(out.shape, generator=generator).to(out.device, out.dtype)
+    grad_out = torch.randn(out.transpose(0, 1).shape, generator=generator).to(out.device, out.dtype).transpose(0, 1)
     grad_lse = torch.randn(lse.t().shape, generator=generator).to(lse.device, lse.dtype).t()
+    if not strided:
+        grad_out, grad_lse = grad_out.contiguous(), grad_lse.contiguous()
     return GradCall(grad_out if has_out else None, grad_lse if has_lse else None, *call[:3], out, lse, *call[3:17])
 
 
@@ -199,7 +203,7 @@ def context_attention_grad_padding(*args: Any) -> Padding:
 def context_attention_refusals(device: torch.device) -> Iterator[Refusal]:
     yield from _refusals("context_attention", device, lambda call: call)
     call = _call(_layout("gaps and tail", device), dtype=_FP32)
-    # Not for virtual ranks alone: whatever the group, its ranks and the rows must be the batch.
+    # Virtual ranks' tensors hold all rows of the batch: as if one rank had them.
     yield Refusal(
         "a group of the wrong size",
         call._replace(total_tokens=2 * call.total_tokens),

@@ -11,7 +11,7 @@ those of the whole, and gradients of the sections add up, in fp32.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -139,7 +139,7 @@ def in_accumulation_dtype(x: Tensor) -> Tensor:
     return x.to(accumulation_dtype(x.dtype))
 
 
-def _how(call: Call | GradCall, section: Section) -> tuple:
+def _how(call: Call | GradCall, section: Section) -> tuple[Any, ...]:
     """The arguments of attention behind its tensors."""
     keys = (None, None) if section.keys is None else section.keys
     sink, softmax = (call.sink, call.softmax) if section.has_sink else (None, "vanilla")
