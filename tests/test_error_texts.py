@@ -1144,6 +1144,7 @@ from_half
 context_attention
   ring, causal: float32[64, 4, 16], float32[4, 64], float32[4]
   ring, full: float16[40, 4, 16], float32[4, 40], float32[0]
+  ring, causal, other sizes: float32[40, 4, 16], float32[4, 40], float32[4]
   ring, contiguous, sink: float32[64, 4, 16], float32[4, 64], float32[0]
   ring, MLA: bfloat16[32, 4, 16], float32[4, 32], float32[0]
   ring of one: float32[64, 4, 16], float32[4, 64], float32[0]
@@ -1160,6 +1161,7 @@ context_attention
 context_attention_grad
   ring, causal: float32[64, 4, 16], float32[64, 2, 16], float32[64, 2, 16], float32[0]
   ring, full: float16[40, 4, 16], float16[40, 4, 16], float16[40, 4, 16], float32[0]
+  ring, causal, other sizes: float32[40, 4, 16], float32[40, 2, 16], float32[40, 2, 16], float32[0]
   ring, contiguous, sink: float32[64, 4, 16], float32[64, 4, 16], float32[64, 4, 16], float32[4]
   ring, MLA: bfloat16[32, 4, 24], bfloat16[32, 4, 24], bfloat16[32, 4, 16], float32[0]
   ring of one: float32[64, 4, 16], float32[64, 4, 16], float32[64, 4, 16], float32[0]
