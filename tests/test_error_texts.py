@@ -1066,9 +1066,6 @@ attention_grad
   learnable sink, bf16: bfloat16[25, 4, 16], bfloat16[25, 2, 16], bfloat16[25, 2, 16], float32[4]
   MLA 24/16: float32[25, 4, 24], float32[25, 2, 24], float32[25, 2, 16], float32[0]
   MLA 16/24, softcap: float32[17, 4, 16], float32[17, 2, 16], float32[17, 2, 24], float32[0]
-  softcap, max_logit, fp16: float16[23, 4, 16], float16[23, 2, 16], float16[23, 2, 16], float32[0]
-  max_logit, bottom-right: float32[15, 4, 16], float32[18, 2, 16], float32[18, 2, 16], float32[0]
-  max_logit, no valid row: float32[8, 4, 16], float32[8, 2, 16], float32[8, 2, 16], float32[0]
   fp32, sink, softcap, window: float32[16, 4, 16], float32[16, 2, 16], float32[16, 2, 16], float32[4]
 partition_indices
   rows of no sequence on both sides, rank 1 of 2, zigzag, torch.int32: int32[18]

@@ -10,7 +10,7 @@ All of it on the device: no host sync, capturable, and every replay sees the off
 
 from __future__ import annotations
 
-from thdops.context_parallel.attention import attention, simulate
+from thdops.context_parallel.op import attention, simulate
 from thdops.ops.context.op import from_half, from_rank_order, half, local_cu_seqlens, partition_indices, to_rank_order
 
 __all__ = [

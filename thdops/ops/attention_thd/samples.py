@@ -163,7 +163,9 @@ def attention_samples(device: torch.device) -> Iterator[Sample]:
 
 def attention_grad_samples(device: torch.device) -> Iterator[Sample]:
     for i, (name, base, keys, make, compiled) in enumerate(_calls(device)):
-        call = make(base, keys)._replace(return_max_logit=False)
+        call = make(base, keys)
+        if call.return_max_logit:  # has no gradient, and without it the call is another sample's
+            continue
         # Some without one of the two gradients, as autograd leaves them out; some strided.
         which = (i % 6 != 5, i % 6 != 4, i % 3 == 0)
         grad = _gradients(call, *which)
