@@ -28,6 +28,7 @@ from thdops.ops.attention_thd.kernels_blocks import (
     weighted,
     zeros,
 )
+from thdops.ops.attention_thd.kernels_tiles import read_tile
 
 # --- what both kernels need of a query row -------------------------------------------------------------------------------------
 
@@ -63,11 +64,8 @@ def delta_kernel(
     grad_head = grad_head * UNIT
     columns = tl.arange(0, WIDTH)
     for item in range(tl.program_id(0), tl.load(counts) * heads, tl.num_programs(0)):
-        tile = tiles + (item // heads).to(tl.int64) * 8
+        first, owned, valid, _, _, _ = read_tile(tiles, item // heads)
         head = (item % heads).to(tl.int64)
-        first = tl.load(tile).to(tl.int64)
-        owned = tl.load(tile + 1)
-        valid = tl.load(tile + 2)
         for start in range(0, owned, ROWS):
             row = start + tl.arange(0, ROWS)
             at = head * total + first + row
@@ -192,14 +190,8 @@ def attention_grad_keys_kernel(
     rows = tl.arange(0, BN)
     while item < items:
         following = tl.atomic_add(counts + 1, 1, sem="relaxed")
-        tile = tiles + (item // heads_kv).to(tl.int64) * 8
+        row, owned, valid, other_row, others, position = read_tile(tiles, item // heads_kv)
         kv_head = (item % heads_kv).to(tl.int64)
-        row = tl.load(tile).to(tl.int64)
-        owned = tl.load(tile + 1)
-        valid = tl.load(tile + 2)
-        other_row = tl.load(tile + 3).to(tl.int64)
-        others = tl.load(tile + 4)
-        position = tl.load(tile + 5)
         keys = load_rows(k + row * k_row + kv_head * k_head, k_row, rows, rows < valid, DQK, DQK1, DQK2, False)
         block = load_rows(v + row * v_row + kv_head * v_head, v_row, rows, rows < valid, DV, DV1, DV2, False)
         edges = bounds(position, valid, others, before, behind, LEFT, RIGHT, BM)
@@ -328,14 +320,8 @@ def attention_grad_queries_kernel(
     rows = tl.arange(0, BM)
     while item < items:
         following = tl.atomic_add(counts + 1, 1, sem="relaxed")
-        tile = tiles + (item // heads).to(tl.int64) * 8
+        row, owned, valid, other_row, others, position = read_tile(tiles, item // heads)
         head = (item % heads).to(tl.int64)
-        row = tl.load(tile).to(tl.int64)
-        owned = tl.load(tile + 1)
-        valid = tl.load(tile + 2)
-        other_row = tl.load(tile + 3).to(tl.int64)
-        others = tl.load(tile + 4)
-        position = tl.load(tile + 5)
         k_here = k + other_row * k_row + head // group * k_head
         v_here = v + other_row * v_row + head // group * v_head
         queries = load_rows(q + row * q_row + head * q_head, q_row, rows, rows < valid, DQK, DQK1, DQK2, False)

@@ -26,6 +26,7 @@ from thdops.ops.attention_thd.kernels_blocks import (
     weighted,
     zeros,
 )
+from thdops.ops.attention_thd.kernels_tiles import read_tile
 
 
 @triton.jit(
@@ -82,14 +83,8 @@ def attention_forward_kernel(
     rows = tl.arange(0, BM)
     while item < items:
         following = tl.atomic_add(counts + 1, 1, sem="relaxed")  # early: nobody waits for it
-        tile = tiles + (item // heads).to(tl.int64) * 8
+        row, owned, valid, other_row, others, position = read_tile(tiles, item // heads)
         head = item % heads
-        row = tl.load(tile).to(tl.int64)
-        owned = tl.load(tile + 1)
-        valid = tl.load(tile + 2)
-        other_row = tl.load(tile + 3).to(tl.int64)
-        others = tl.load(tile + 4)
-        position = tl.load(tile + 5)
         kv_head = (head // group).to(tl.int64)
         q_here = q + row * q_row + head.to(tl.int64) * q_head
         k_here = k + other_row * k_row + kv_head * k_head

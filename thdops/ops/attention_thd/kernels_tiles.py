@@ -61,6 +61,15 @@ def tile_table(
     return tiles, counts
 
 
+@triton.jit
+def read_tile(tiles, index):
+    """(row, rows, valid, other_row, others, position) of a tile; rows as int64, since offsets follow from them."""
+    entry = tiles + index.to(tl.int64) * 8
+    row = tl.load(entry).to(tl.int64)
+    other_row = tl.load(entry + 3).to(tl.int64)
+    return row, tl.load(entry + 1), tl.load(entry + 2), other_row, tl.load(entry + 4), tl.load(entry + 5)
+
+
 @triton.jit(do_not_specialize=["rows_x", "rows_y", "sequences", "capacity"])
 def tile_table_kernel(
     cu_x,
