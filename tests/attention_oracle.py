@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import thdops
+from meta_kernels.attention_thd import HINTED
 from thdops.ops.layouts import prefix_sums
 
 CPU = torch.device("cpu")
@@ -165,7 +166,7 @@ def computed(case: Case, given: Numbers, device: str = "cpu", **more: Any) -> An
     q, k, v, sink = inputs
     metadata, options = case.arguments(device)
     options = {**options, **more}
-    max_logit = options.get("backend") != "torch"
+    max_logit = options.get("backend") not in HINTED  # which have none
     results = thdops.attention(q, k, v, *metadata, sink=sink, return_lse=True, return_max_logit=max_logit, **options)
     out, lse = results[:2]
     leaves = [x for x in inputs if x is not None]

@@ -39,6 +39,7 @@ import thdops
 from meta_kernels.attention_thd import GradCall
 from thdops.conformance.interpreter import guarded_memory, why_not
 from thdops.ops.attention_thd import op as attention_op
+from thdops.ops.attention_thd import samples
 from thdops.ops.layouts import prefix_sums
 
 CUDA = torch.cuda.is_available()
@@ -362,6 +363,19 @@ def test_many_tiles_a_program(
             for name, a, b in zip(("out", "dq", "dk", "dv"), answers, (dense, *torch.autograd.grad(dense, batch, up)), strict=True):
                 a = a[few].float().unflatten(0, (40, rows)).transpose(1, 2)
                 torch.testing.assert_close(a, b, rtol=0, atol=0.015 * float(b.abs().max()), msg=f"{name} from row {first} on")
+
+
+@pytest.mark.parametrize("dim", [16, 64, 96, 128, 192, 256])
+def test_loads_are_pipelined_only_where_all_products_of_a_loop_are_asynchronous(dim: int) -> None:
+    """On Hopper a product of fewer than 64 rows is synchronous; beside it Triton does not wait for others (seen as wrong dk)."""
+    from thdops.ops.attention_thd import kernels
+
+    (sample, *_) = samples.attention_grad_samples(torch.device("cpu"))
+    call = GradCall(*sample.args)
+    x = torch.zeros(8, 2, dim, dtype=torch.bfloat16)
+    call = call._replace(grad_out=x, q=x, k=x, v=x, out=x)
+    for blocks in (kernels._keys_blocks(call), kernels._queries_blocks(call)):
+        assert blocks.queries >= 64 or blocks.stages == 1
 
 
 @pytest.mark.gpu

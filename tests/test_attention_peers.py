@@ -484,6 +484,19 @@ def test_the_sample_of_a_judge_agrees_with_the_reference() -> None:
             assert difference(*contest.held_against(args, wrong)).startswith(f"result {i}"), contest.name
 
 
+def test_a_row_is_judged_by_its_own_size() -> None:
+    """The first row is large and rounded to 16 bits in the middle of its computation; the others are small."""
+    torch.manual_seed(0)
+    small = torch.full((48, 1, 1), 0.03).index_fill(0, torch.tensor([0]), 1.0)
+    expected = torch.randn(48, 16, 128) * small
+    got = (expected + 3e-3 * torch.randn(48, 16, 128) * small).bfloat16()
+    judged = judge._in_units_of_rows([got], [expected])
+    assert difference([got], [expected]).startswith("result 0")
+    assert difference(*judged) == ""
+    got[7, 3, 5] += 0.005
+    assert difference(*judge._in_units_of_rows([got], [expected])).startswith("result 0")
+
+
 def test_a_judge_wants_a_gradient() -> None:
     (sample, *_) = samples.attention_grad_samples(CPU)
     with pytest.raises(ValueError, match="grad_out must be given to be judged, got None"):

@@ -61,7 +61,22 @@ def attention_grad(call: GradCall, results: Sequence[Tensor]) -> tuple[list[Tens
         p = (_scores(call, k[rows], q, sample.seeing) - _finite(call.lse[head])).exp()  # [R, T], transposed
         dv[:, key_head] += p @ grad
         dk[:, key_head] += call.scale * (p * (v[rows] @ grad.T - delta[:, head])) @ q
-    return [result[rows] for result in results[:3]], [torch.stack(dqs, 1), dk, dv]
+    return _in_units_of_rows([result[rows] for result in results[:3]], [torch.stack(dqs, 1), dk, dv])
+
+
+def _in_units_of_rows(got: list[Tensor], expected: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Every row [H, D] over its own root mean square (the power of two below it), so that each is judged by its own size.
+
+    Under a causal mask the gradients of a sequence's first rows are tens of times those of its last ones, and so are the errors of
+    P and dS rounded to 16 bits: against the mean of all rows the former would seem wrong and errors of the latter would not show.
+    Rows that are nearly zero (one visible key: dS = P (dP - delta) = 0) are rounding errors of fp32 and keep the tensor's unit.
+    """
+    scaled = []
+    for ours, theirs in zip(got, expected, strict=True):
+        rms = theirs.square().mean((1, 2), keepdim=True).sqrt()
+        unit = torch.maximum(rms, rms.amax() / 64).clamp(min=torch.finfo(torch.float32).tiny).log2().floor().exp2()
+        scaled.append(((ours.float() / unit).to(ours.dtype), theirs / unit))
+    return [ours for ours, _ in scaled], [theirs for _, theirs in scaled]
 
 
 def _sample(call: Call | GradCall) -> _Sample:

@@ -157,11 +157,9 @@ def _persistent(
 ) -> None:
     """`tensors` end in tiles and counts; `numbers` have the heads in front of (group, before, behind)."""
     tiles, heads = tensors[-2], numbers[-4]
-    # One tile a program for keys: where programs took several, an H200 gave wrong dk at D = 256, which is not understood yet.
-    programs = tiles.shape[0] * heads if kernel is attention_grad_keys_kernel else _programs(tiles, heads, 3)
     launch(
         kernel,
-        (programs, 1, 1),
+        (_programs(tiles, heads, 3), 1, 1),
         (*tensors, *numbers, *factors),
         (*flags, blocks.queries, blocks.keys),
         blocks.warps,
@@ -245,10 +243,13 @@ def _keys_blocks(call: GradCall) -> Blocks:
         return _BLOCKS_FP32
     if not _has_room(call.q.get_device()):
         return _BLOCKS_SMALL
+    # Of 8 x 4096 rows on an H200, ms: D 64 with two stages 1.84 and three 1.58; D 128 6.5, and 7.4 to 18 with other blocks; D 256
+    # (16 heads) 13.2, with 64 queries 14.3. Fewer queries than 64 must not be pipelined on Hopper: Triton 3.6 lets the loads of the
+    # next block overwrite what the asynchronous product for dk still reads, if another product of the loop is a synchronous one.
     width = _width(call)
-    if width <= 64:
-        return Blocks(64, 64, 4, 2)
-    return Blocks(32, 128 if width <= 128 else 64, 8, 2)
+    if width <= 128:
+        return Blocks(64, 64, 4, 3 if width <= 64 else 2)
+    return Blocks(32, 64, 8, 1)
 
 
 def _queries_blocks(call: GradCall) -> Blocks:

@@ -790,12 +790,15 @@ def queries_kernel(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["elements"])
-def convert_kernel(dq_acc, dq, elements, scale, BLOCK: tl.constexpr):
-    """dq = scale dq_acc, of the output's dtype; what no key added to, padding rows too, is zero already."""
+@triton.jit(do_not_specialize=["chunks"])
+def convert_kernel(dq_acc, dq, chunks, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """dq = scale dq_acc, of the output's dtype; what no key added to, padding rows too, is zero already.
+
+    [chunks, CHUNK] elements: a mask whose end is known to be a multiple of CHUNK leaves loads and stores wide.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    value = tl.load(dq_acc + at, mask=at < elements, other=0.0) * scale
-    tl.store(dq + at, value, mask=at < elements)
+    inside = at < chunks.to(tl.int64) * CHUNK
+    tl.store(dq + at, tl.load(dq_acc + at, mask=inside, other=0.0) * scale, mask=inside)
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------------------
@@ -883,7 +886,9 @@ def backward(
         args = (*descs, *strides, lse, delta, dq, q.shape[0], *(query_tiles or ()), q.shape[1], group, left, right, scale)
         _run(queries_kernel, plan, q, args, (*window, plan.parts, plan.stages))
     else:
-        launch(convert_kernel, (triton.cdiv(dq.numel(), 4096), 1, 1), (dq_acc, dq, dq.numel(), scale), (4096,), 8)
+        chunk, block = 16, 4096
+        grid = (triton.cdiv(dq.numel(), block), 1, 1)
+        launch(convert_kernel, grid, (dq_acc, dq, dq.numel() // chunk, scale), (chunk, block), 8)
 
 
 def _run(kernel: Any, plan: _Plan, q: Tensor, args: tuple[Any, ...], constexprs: tuple[Any, ...]) -> None:
