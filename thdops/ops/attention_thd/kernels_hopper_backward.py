@@ -357,6 +357,17 @@ def _keys_producer(
 
 
 @gluon.jit
+def _share(dq_desc, k, q, REDUCE: gl.constexpr):
+    """What a consumer reduces dQ with: the descriptor of the buffer, two shares on their way, and dS^T in shared memory."""
+    if REDUCE:
+        shape: gl.constexpr = [k[0].shape[1], q[0].shape[1]]
+        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, k[0].dtype)
+        return dq_desc, _buffer(dq_desc, 2), gl.allocate_shared_memory(k[0].dtype, shape, layout)
+    else:
+        return ()
+
+
+@gluon.jit
 def _dq_share(ds_s, k):
     """Start dS K [BLOCK_Q, D] of one tile of keys; shared memory holds dS^T."""
     rows: gl.constexpr = ds_s.shape[1]
@@ -532,14 +543,9 @@ def keys_kernel(
     v = _buffers(descs[2], PARTS)
     do = _buffers(descs[3], STAGES)
     operands = (q, k, v, do)
-    ROWS: gl.constexpr = k[0].shape[1]
     BLOCK_Q: gl.constexpr = q[0].shape[1]
     terms = (_rows_of_fp32(STAGES, BLOCK_Q), _rows_of_fp32(STAGES, BLOCK_Q))
-    if REDUCE:
-        across: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BLOCK_Q], k[0].dtype)
-        share = (dq_desc, _buffer(dq_desc, 2), gl.allocate_shared_memory(k[0].dtype, [ROWS, BLOCK_Q], across))
-    else:
-        share = ()
+    share = _share(dq_desc, k, q, REDUCE)
     heads = (kv_heads, group)
     window = (left, right)
     work = (tiles, counts, _mailbox(), _barriers(2, 1), _barriers(2, PARTS))
@@ -571,8 +577,8 @@ def keys_kernel(
                     clean, D_QK, D_V, LEFT, RIGHT, REDUCE,
                 )),
                 (_keys_consumer, (
-                    gl.constexpr(1), dk, dv, share, work, heads, window, scale, operands, terms, tile_bars, block_bars,
-                    clean, D_QK, D_V, LEFT, RIGHT, REDUCE,
+                    gl.constexpr(1), dk, dv, _share(dq_desc, k, q, REDUCE), work, heads, window, scale, operands, terms,
+                    tile_bars, block_bars, clean, D_QK, D_V, LEFT, RIGHT, REDUCE,
                 )),
                 (_keys_producer, (
                     descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars, D_QK, D_V,
