@@ -40,7 +40,7 @@ class Blocks(NamedTuple):
 _BLOCKS_FP32 = Blocks(32, 32, 4, 1)
 _BLOCKS_SMALL = Blocks(32, 32, 4, 1)
 _SHARED_MEMORY = 160 * 1024
-_LONG = 1024  # mean rows of a sequence from which adding up dq in memory beats a second kernel, measured on an H200
+_LONG = 1024  # visible keys from which adding up dq in memory beats a second kernel, measured on an H200
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -85,8 +85,7 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if hopper.serves(q, k, v, grad_out):
             rows_q, rows_k = hopper.tile_rows(q.shape[2], v.shape[2])
             tiles = _query_tiles(call, rows_q)
-            long = k.shape[0] >= _LONG * (call.cu_seqlens_q.shape[0] - 1)
-            reduced = long and call.scale > 0 and hopper.reduces(q.shape[2], v.shape[2], call.deterministic)
+            reduced = _is_long(call) and call.scale > 0 and hopper.reduces(q.shape[2], v.shape[2], call.deterministic)
             sums = torch.empty(q.shape, dtype=torch.float32, device=q.device) if reduced else None
             delta = _delta(call, grad_out, lse, *tiles, dsink, sums)
             key_tiles = _key_tiles(call, rows_k)
@@ -128,6 +127,13 @@ def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def is_hopper(device_index: int) -> bool:
     """Whether a GPU runs the kernels written for compute capability 9.0; all others get plain Triton."""
     return device_index >= 0 and torch.cuda.get_device_capability(device_index) == (9, 0)
+
+
+def _is_long(call: GradCall) -> bool:
+    """Whether a query sees many keys, as far as shapes and the window tell."""
+    left, right = _window(call)
+    windowed = left >= 0 and right >= 0 and left + right < _LONG
+    return not windowed and call.k.shape[0] >= _LONG * (call.cu_seqlens_q.shape[0] - 1)
 
 
 def _delta(

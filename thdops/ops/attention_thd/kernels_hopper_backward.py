@@ -19,7 +19,8 @@ kernel in which another than the first partition carries one around a loop. Head
 Measured on an H200 with Triton 3.6 (bf16, causal, 8 x 4096 rows, ms for keys / queries; see the plans for what is used):
 - D 128, 32/8 heads: one consumer 3.53 / 3.36, its products not running on 3.62 / 3.04 (128 keys a block), two consumers 3.83 /
   2.57, two grids of one warpgroup on a multiprocessor - / 2.45. dQ by reduction: 5.22 with dK and dV, and 0.42 around it.
-- D 64, 16/16: one consumer 1.43 / 1.04, two 1.13 / 0.78, three grids of one warpgroup 1.78 / 1.30; reduction 1.80 and 0.12.
+- D 64, 16/16: one consumer 1.43 / 1.04, two 1.13 / 0.78, three grids of one warpgroup 1.78 / 1.30. All of a backward by reduction
+  1.75 ms (two consumers, 64 queries a block in three stages; in two 1.85; one consumer 2.08), by two kernels 1.90.
 - 192/128, 16/16: one consumer 2.73 / 1.93, two 2.83 / 1.54; 32 queries a block, as 64 leave no registers for dK.
 - Adding dQ with red.global.add.v2.f32 instead of TMA: 6.6 at D 128.
 """
@@ -836,7 +837,11 @@ _QUERIES = {
     (128, 128): _Plan(64, 1, 64, 2, 4, 2, 128),
     (192, 128): _Plan(128, 2, 64, 2, 4),
 }
-_REDUCED = {(128, 128)}  # head dims for which the reduction was the faster way to dQ
+# With the reduction, where that was the faster way to dQ: tiles as above.
+_REDUCED = {
+    (64, 64): _Plan(128, 2, 64, 3, 4),
+    (128, 128): _Plan(128, 1, 64, 2, 8),
+}
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
@@ -880,7 +885,7 @@ def backward(
     shape = (q.shape[2], v.shape[2])
     strides = (q.stride(1), k.stride(1), v.stride(1), do.stride(1))
     group = q.shape[1] // k.shape[1]
-    plan = _KEYS[shape]
+    plan = _KEYS[shape] if dq_acc is None else _REDUCED[shape]
     descs = _operands(q, k, v, do, plan.block, plan.rows // plan.parts)
     added = descs[0] if dq_acc is None else Boxes(dq_acc, *box_of(dq_acc, plan.block, shape[0]))
     args = (*descs, added, *strides, lse, delta, dk, dv, q.shape[0], *key_tiles, k.shape[1], group, left, right, scale)
