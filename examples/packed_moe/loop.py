@@ -80,7 +80,7 @@ def run_mode(
     identity = {**dataclasses.asdict(config), "documents": documents.digest, "mode": mode, "torch": str(torch.__version__)}
     path = schedule.checkpoint(mode)
     job = job or Job()
-    with _deterministic():
+    with deterministic():
         trainer = Trainer(config, job.build)
         history = torch.zeros(config.steps, len(METRICS), device=config.device)
         start = 0
@@ -95,7 +95,7 @@ def run_mode(
         progress.start(runner.label, config.steps, start)
         for step in range(start, config.steps):
             trainer.load(batches[step], step)
-            with _no_sync(config.device, step > start):
+            with no_sync(config.device, step > start):
                 runner.run()
                 history[step].copy_(trainer.metrics)
             done = step + 1
@@ -152,7 +152,7 @@ def _resume(path: Path, identity: dict[str, Any], trainer: Trainer, history: Ten
 
 
 @contextmanager
-def _deterministic() -> Iterator[None]:
+def deterministic() -> Iterator[None]:
     """Kernels that repeat bitwise. Fresh memory is not poisoned in the timed steps, only in the padding check."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)
@@ -164,7 +164,7 @@ def _deterministic() -> Iterator[None]:
 
 
 @contextmanager
-def _no_sync(device: str, enabled: bool) -> Iterator[None]:
+def no_sync(device: str, enabled: bool) -> Iterator[None]:
     """Make a host sync inside the step an error: it would stall an eager run and cannot be captured."""
     if device != "cuda" or not enabled:
         yield

@@ -59,7 +59,7 @@ class Rows(NamedTuple):
     sin: Tensor
 
 
-def _untouched(name: str, tensor: Tensor) -> Tensor:
+def untouched(name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
@@ -85,15 +85,12 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rows: Rows, tap: Tap) -> Tensor:
         qkv = self.qkv(x).view(x.shape[0], -1, self.head_dim)
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
-        out = thdops.attention(
-            tap("q", _rotate(q, rows)),
-            tap("k", _rotate(k, rows)),
-            tap("v", v),
-            rows.cu_seqlens,
-            cu_seqlens_q_padded=rows.cu_seqlens_padded,
-            causal=True,
-        )
+        out = self.attend(tap("q", _rotate(q, rows)), tap("k", _rotate(k, rows)), tap("v", v), rows)
         return self.out(tap("attention", out).flatten(1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
+        """`[T, H, head_dim]`."""
+        return thdops.attention(q, k, v, rows.cu_seqlens, cu_seqlens_q_padded=rows.cu_seqlens_padded, causal=True)
 
 
 class MixtureOfExperts(nn.Module):
@@ -152,14 +149,18 @@ class PackedMoE(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, config.dim)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.blocks = self.make_blocks(config)
         self.norm = nn.RMSNorm(config.dim, eps=1e-5)
         self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
         half = config.head_dim // 2
         self.register_buffer("rotary", 10_000.0 ** (-torch.arange(half) / half), persistent=False)
         self.autocast = config.autocast
 
-    def forward(self, batch: Batch, probe: Tensor, tap: Tap = _untouched) -> Losses:
+    def make_blocks(self, config: Config) -> nn.ModuleList:
+        """The layers between embedding and head."""
+        return nn.ModuleList(Block(config) for _ in range(config.layers))
+
+    def forward(self, batch: Batch, probe: Tensor, tap: Tap = untouched) -> Losses:
         """The losses of a batch.
 
         `probe` is a leaf of zeros `[T, D]` that is added to the residual stream at its start: its gradient is the stream's, so
@@ -180,11 +181,15 @@ class PackedMoE(nn.Module):
         for block in self.blocks:
             x, block_aux, block_z = block(x, rows, tap)
             aux, z = aux + block_aux, z + block_z
-        logits = self.head(self.norm(x)).float()
-        summed = F.cross_entropy(logits, batch.labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        cross_entropy = summed / (batch.labels != IGNORE_INDEX).sum().clamp(min=1)
+        cross_entropy = self.cross_entropy(x, batch.labels)
         padding = largest_on_padding(x.detach(), rows.padding)
         return Losses(cross_entropy + aux + z, cross_entropy, aux, z, padding)
+
+    def cross_entropy(self, x: Tensor, labels: Tensor) -> Tensor:
+        """Of the residual stream's end `[T, D]`, in nats per label; 0 where there is none."""
+        logits = self.head(self.norm(x)).float()
+        summed = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+        return summed / (labels != IGNORE_INDEX).sum().clamp(min=1)
 
 
 def largest_on_padding(x: Tensor, padding: Tensor) -> Tensor:

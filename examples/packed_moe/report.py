@@ -81,14 +81,15 @@ def print_report(results: Sequence[Result], checks: Sequence[Check], not_run: di
         for result in results
     ]
     rows += [(mode, "not run: " + reason, "", "", "") for mode, reason in not_run.items()]
-    _table(("mode", "first loss", "last loss", "tokens/s", "padding"), rows)
-    _table(
+    table(("mode", "first loss", "last loss", "tokens/s", "padding"), rows)
+    table(
         ("mode", "check", "", "seen"),
         [(check.mode, check.name, "pass" if check.passed else "FAIL", check.detail) for check in checks],
     )
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> None:
+    """To the terminal: with colours where rich is."""
     if sys.stdout.isatty() and importlib.util.find_spec("rich"):
         from rich.console import Console
         from rich.markup import escape

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from meta_kernels.contract import kind_of, refusal, shape_of
+from thdops.integrations.padded import has_holes, sequences_of_tokens
 from thdops.ops.padding.op import cu_seqlens_from_positions
 
 OP = "thdops for transformers"
@@ -31,9 +32,7 @@ def sequences_of_mask(
 ) -> Tensor | None:
     """What the mask interface calls, once a forward: int32 `[2, B+1]`, cu_seqlens and cu_seqlens_padded; None without a mask.
 
-    `attention_mask` is bool `[B, S]`, True on tokens. The tokens of a row are one run, which may stand anywhere: sequence b starts
-    at row b * S + (the padding on its left), so that what follows its tokens up to the next sequence's start is its gap. Where a
-    row has several runs, every entry is -1, so that all rows count as padding.
+    `attention_mask` is bool `[B, S]`, True on tokens.
     """
     if kv_length != q_length:
         got = f"{q_length} queries and {kv_length} keys"
@@ -45,15 +44,7 @@ def sequences_of_mask(
         raise refusal(OP, "the mask", "be causal, windowed or full", got, "use another attn_implementation")
     if attention_mask is None:
         return None
-    starts_here = attention_mask & ~torch.nn.functional.pad(attention_mask, (1, 0))[:, :-1]
-    broken = (starts_here.sum(1) > 1).any()
-    lengths = attention_mask.sum(1)
-    left = (attention_mask.cumsum(1) == 0).sum(1)
-    row = torch.arange(batch_size + 1, device=attention_mask.device) * q_length
-    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    # A row of padding alone has its start at its end, where the next row may start too: offsets never decrease.
-    padded = row + torch.nn.functional.pad(left, (0, 1))
-    return torch.where(broken, -1, torch.stack((cu_seqlens, padded))).int()
+    return sequences_of_tokens(attention_mask)
 
 
 def sequences(batch_size: int, length: int, device: torch.device, batch: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
@@ -72,7 +63,7 @@ def sequences(batch_size: int, length: int, device: torch.device, batch: dict[st
     if padded is not None:
         raise refusal(OP, "cu_seqlens_padded", "come with cu_seq_lens_q", "it alone", "pass both")
     if mask is not None:
-        if mask.device.type == "cpu" and not torch.compiler.is_compiling() and bool(mask[0, 0] < 0):
+        if has_holes(mask):
             raise refusal(OP, "attention_mask", "have its tokens side by side in each row", "a hole", "pad left or right only")
         return mask[0], mask[1]
     if positions is None or positions.shape[0] != batch_size:
