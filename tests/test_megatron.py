@@ -29,6 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
 import megatron_microbatches  # a script, found beside its modules
 from packed_moe import microbatches
+from packed_moe.config import make_config
+from packed_moe.data import load_documents
 
 # --- what Megatron-Core has (commit 004fe2f) --------------------------------------------------------------------------------------
 
@@ -281,6 +283,19 @@ def test_cross_attention(layout: str, name: str) -> None:
     else:
         expected = torch.stack([alone(*(x.select(along, b) for x in leaves), **options) for b in range(2)], along)
     assert_same(out, expected, leaves)
+
+
+@pytest.mark.parametrize(("attention_type", "lengths"), [("cross", (2, 4)), ("self", (4, 6))])
+def test_keys_with_sequences_of_their_own(attention_type: str, lengths: tuple[int, int]) -> None:
+    """As many as queries in cross-attention, more in self-attention (a cache)."""
+    first, second = lengths
+    leaves = qkv(6, keys=(first + second,))
+    ends = {"cu_seqlens_q": torch.tensor([0, 3, 6]), "cu_seqlens_kv": torch.tensor([0, first, first + second])}
+    out = module("causal_bottom_right", attention_type)(*leaves, None, packed_seq_params=PackedSeqParams("thd", **ends))
+    q, k, v = leaves
+    options: dict[str, Any] = {"causal": True, "causal_alignment": "bottom_right"}
+    parts = [alone(q[:3], k[:first], v[:first], **options), alone(q[3:], k[first:], v[first:], **options)]
+    assert_same(out, torch.cat(parts), leaves)
 
 
 def test_cross_attention_with_padding() -> None:
@@ -580,6 +595,32 @@ def test_faults_make_the_exit_code_1(
     assert megatron_microbatches.main(small_text) == 1
     failed = capsys.readouterr().out.rpartition("FAILED: ")[2].strip().split("; ")
     assert set(caught) <= set(failed)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="sizes of a CPU")
+def test_every_slot_has_layers_captured_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a stand-in for the capture: it calls each layer on its samples, as the real one does, and hands the layers back."""
+    captured = []
+
+    def capture(layers: Any, samples: Any) -> Any:
+        for layer, sample in zip(layers, samples, strict=True):
+            layer(*sample)
+        captured.append(layers)
+        return layers
+
+    monkeypatch.setattr(torch.cuda, "make_graphed_callables", capture)
+    sizes = {"max_tokens": 64, "max_seqs": 6, "dim": 16, "ffn": 16, "layers": 2, "steps": 1}
+    size = make_config("cpu", 0, **sizes)
+    drawn = microbatches.draw_microbatches(load_documents(None, 32), size, 0)
+    eager, layers = microbatches.Pipeline(size), microbatches.Pipeline(size)
+    microbatches.eager(eager)(drawn, False)
+    microbatches.graphed_layers(layers, drawn)(drawn, False)
+    assert len({id(layer) for of_slot in captured for layer in of_slot}) == 4 * 2
+    assert layers.layers == captured
+    assert torch.equal(layers.bits, eager.bits)
+    lengths = sorted(sum(map(len, texts)) for texts in drawn)
+    assert lengths[:2] == [0, 1]
+    assert lengths[-1] == 64
 
 
 def test_sizes_that_cannot_work_give_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -47,16 +47,18 @@ def draw_microbatches(documents: Documents, config: Config, iteration: int) -> l
     """The documents of each micro-batch of an iteration: one is full, one empty, one has a single token; which, changes."""
     chance = random.Random(f"{config.seed}/{iteration}")
     drawn = [draw(documents, config, iteration * MICROBATCHES + m) for m in range(MICROBATCHES)]
-    full: list[Tensor] = []
-    room = config.max_tokens
-    while room:
-        (text,) = chance.choices(documents.texts)
-        text = text[:room] if len(full) < config.max_seqs - 2 else torch.zeros(min(room, config.max_tokens // 2), dtype=torch.uint8)
-        full.append(text)
-        room -= -(-len(text) // config.pad_multiple) * config.pad_multiple
-    drawn[:3] = full, [], [drawn[2][0][:1]]
+    drawn[:3] = _full(documents, config, chance), [], [drawn[2][0][:1]]
     chance.shuffle(drawn)
     return drawn
+
+
+def _full(documents: Documents, config: Config, chance: random.Random) -> list[Tensor]:
+    """Documents that leave no row empty: a quarter or half of the buffer each, the last one what is left."""
+    text = torch.cat(chance.choices(documents.texts, k=16))
+    while len(text) < config.max_tokens:
+        text = torch.cat((text, text))
+    unit = config.pad_multiple * max(1, config.max_tokens // (4 * config.pad_multiple))
+    return list(text[: config.max_tokens].split(unit * chance.randint(1, 2)))
 
 
 # --- the model -------------------------------------------------------------------------------------------------------------------
