@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -21,6 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.multiprocessing.spawn import spawn
 
 from thdops import context_parallel
+from thdops.integrations.megatron import DotProductAttention
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch is built without torch.distributed or Gloo"
@@ -127,6 +129,41 @@ def told(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     return "nothing"
 
 
+def megatron_module(**settings: Any) -> DotProductAttention:
+    config = SimpleNamespace(num_attention_heads=4, num_query_groups=2, **settings)
+    comm, groups = settings.get("comm"), settings.get("groups")
+    return DotProductAttention(config, 1, "causal", "self", cp_comm_type=comm, pg_collection=groups)
+
+
+def megatron_batch() -> list[Tensor]:
+    """q, k, v and the gradient of out of two sequences of 16 rows, `[S, B, H, D]`."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(16, 2, heads, 16, generator=generator).requires_grad_() for heads in (4, 2, 2, 4)]
+
+
+def megatron_results(module: DotProductAttention, tensors: list[Tensor]) -> list[Tensor]:
+    *qkv, grad = tensors
+    out = module(*qkv, None)
+    return [out.detach(), *torch.autograd.grad(out, qkv, grad.flatten(2))]
+
+
+def megatron_rows(rank: int) -> Tensor:
+    return context_parallel.partition_indices(torch.tensor([0, 16]), 16, RANKS, rank).long()
+
+
+def run_megatron(groups: dict[str, Any], rank: int) -> dict[str, list[Tensor]]:
+    """Megatron's module on a batch without padding, each rank with its rows of every sequence."""
+    mesh = groups["mesh of two dimensions"]
+    found = {}
+    for comm, named in (
+        ("p2p", {"cp": groups["world"]}),
+        ("a2a+p2p", {"hcp": [mesh["heads"].get_group(), mesh["ring"].get_group()]}),
+    ):
+        module = megatron_module(comm=comm, groups=SimpleNamespace(**named), context_parallel_size=RANKS)
+        found[comm] = megatron_results(module, [x[megatron_rows(rank)] for x in megatron_batch()])
+    return found
+
+
 def left_alone(groups: dict[str, Any], rank: int) -> str:
     """What rank 2 is told whose neighbour died."""
     if rank == 3:
@@ -146,6 +183,7 @@ def run_rank(rank: int, folder: str) -> None:
     groups = groups_of(rank)
     found: dict[str, Any] = {name: tuple(run_case(case, groups, rank)) for name, case in CASES.items()}
     found["refusals"] = refusals(groups)
+    found["megatron"] = run_megatron(groups, rank)
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()  # a rank that leaves early takes its end of the others' connections with it
     Path(folder, f"{rank}.txt").write_text(left_alone(groups, rank))
@@ -187,6 +225,14 @@ def test_every_rank_finds_its_rows_of_what_one_device_finds(name: str, ranks: li
     if given.sink is not None:
         members = shares[:2] if case.group == "pair" else shares
         torch.testing.assert_close(sum(share[0] for share in members), whole.gradients[3], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("comm", ["p2p", "a2a+p2p"])
+def test_megatron_s_module_on_a_batch_without_padding(comm: str, ranks: list[dict[str, Any]]) -> None:
+    whole = megatron_results(megatron_module(), megatron_batch())
+    for rank in range(RANKS):
+        for found, expected in zip(ranks[rank]["megatron"][comm], whole, strict=True):
+            torch.testing.assert_close(found, expected[megatron_rows(rank)], rtol=1e-5, atol=1e-5)
 
 
 def test_a_group_that_does_not_fit_is_refused(ranks: list[dict[str, Any]]) -> None:
