@@ -468,6 +468,7 @@ REFUSED_MODULES: list[tuple[dict[str, Any], str]] = [
     ({"kind": AttnMaskType.arbitrary}, "attn_mask_type must be one of no_mask, padding, causal"),
     ({"kind": None}, "attn_mask_type must be one of"),
     ({"attention_type": "other"}, "attention_type must be one of self, cross, got 'other'"),
+    ({"cp_comm_type": "ring"}, "cp_comm_type must be one of p2p, all_gather, a2a, a2a+p2p, got 'ring'"),
     ({"tensor_model_parallel_size": 4}, "config.num_query_groups must be a multiple of tensor_model_parallel_size (4), got 2"),
 ]
 REFUSED_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -475,8 +476,8 @@ REFUSED_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"attn_mask_type": AttnMaskType.arbitrary}, "attn_mask_type must be one of no_mask, padding"),
     ({}, {"packed_seq_params": PackedSeqParams("sbh3d")}, "qkv_format must be one of thd, sbhd, bshd, got 'sbh3d'"),
     ({}, {"packed_seq_params": packed()}, "query must be [T, H, D] with qkv_format='thd', got shape [2, 3, 4, 16]; reshape it"),
-    ({"kv_channels": 32}, {}, "query must have 4 heads of 32, as the configuration says, got 4 of 16"),
-    ({"num_query_groups": 4}, {}, "key must have 4 heads of 16, as the configuration says, got 2 of 16"),
+    ({"num_attention_heads": 8}, {}, "query must have 8 heads, as the configuration says, got 4; pass one tensor-parallel rank's"),
+    ({"num_query_groups": 4}, {}, "key must have 4 heads, as the configuration says, got 2"),
     (
         {"kind": "padding"},
         {"packed_seq_params": _BATCH},

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from meta_kernels.context_attention import COMMS
 from meta_kernels.contract import check_choice, kind_of, refusal
 from thdops import context_parallel
 from thdops.integrations.megatron.layouts import OP, Mask, Rows, mask_of, rows_of
@@ -23,13 +24,13 @@ _SOFTMAX = {"vanilla": "vanilla", "off-by-one": "off_by_one", "learnable": "lear
 class DotProductAttention(nn.Module):
     """`thdops.attention` behind the constructor and the forward of Megatron-Core's `TEDotProductAttention`.
 
-    Served: packed and padded batches, self- and cross-attention, GQA, MLA (`k_channels`, `v_channels`), windows, softmax with a
-    sink, tensor parallelism by heads, context parallelism, the largest logits that QK-clip asks for, `torch.compile` and CUDA
-    graphs. Padding rows come back 0, in gradients too.
+    Served: packed and padded batches, self- and cross-attention, GQA, MLA (Dqk and Dv may differ), windows, softmax with a sink,
+    tensor parallelism by heads, context parallelism, the largest logits that QK-clip asks for, `torch.compile` and CUDA graphs.
+    Padding rows come back 0, in gradients too.
 
     Args:
-        config: has the fields of `TransformerConfig`. Read are num_attention_heads, num_query_groups, kv_channels,
-            attention_dropout, window_size, window_attn_skip_freq, softmax_type, tensor_model_parallel_size, context_parallel_size,
+        config: has the fields of `TransformerConfig`. Read are num_attention_heads, num_query_groups, attention_dropout,
+            window_size, window_attn_skip_freq, softmax_type, tensor_model_parallel_size, context_parallel_size,
             deterministic_mode, qk_clip, log_max_attention_logit, fp8_dot_product_attention and fp8_multi_head_attention; but for
             the first, one may be missing: it is then off. Logits are fp32 in any case, and keys are never split by what else is in
             the batch: apply_query_key_layer_scaling, attention_softmax_in_fp32 and batch_invariant_mode change nothing.
@@ -38,12 +39,11 @@ class DotProductAttention(nn.Module):
         attention_type: "self" or "cross".
         attention_dropout: 0.0, or None where the configuration says 0.0.
         softmax_scale: None is Dqk**-0.5.
-        k_channels, v_channels: Dqk and Dv; None for either is `config.kv_channels` for both.
-        num_splits: of no effect.
+        k_channels, v_channels, num_splits: of no effect: Dqk and Dv are those of the tensors.
         cp_comm_type: "p2p" (None too), "all_gather", "a2a" or "a2a+p2p": see `thdops.context_parallel.attention`.
         pg_collection: has the groups `tp`, `cp`, and for "a2a+p2p" `hcp`, the pair (group of "a2a", group of "p2p"). May be None:
             then context parallelism needs `set_context_parallel_group`, or groups in `packed_seq_params`.
-        model_comm_pgs: the name that `pg_collection` had before Megatron-Core 0.14.
+        model_comm_pgs: the name that `pg_collection` had in older releases.
 
     Attributes:
         softmax_offset: the parameter of softmax_type="learnable", `[Hq]`, from 0; None otherwise.
@@ -98,12 +98,11 @@ class DotProductAttention(nn.Module):
         self.heads = _share("num_attention_heads", config.num_attention_heads, tensor_ranks)
         query_groups = getattr(config, "num_query_groups", None) or config.num_attention_heads
         self.kv_heads = _share("num_query_groups", query_groups, tensor_ranks)
-        width = getattr(config, "kv_channels", None)
-        self.channels = (width, width) if k_channels is None or v_channels is None else (k_channels, v_channels)
 
         self.tp_group = getattr(groups, "tp", None)
         self.cp_size = getattr(config, "context_parallel_size", 1)
         self.cp_comm_type = cp_comm_type or "p2p"
+        check_choice(OP, "cp_comm_type", self.cp_comm_type, COMMS)
         hierarchical = self.cp_comm_type == "a2a+p2p"
         self.cp_group = getattr(groups, "hcp" if hierarchical else "cp", None) if self.cp_size > 1 else None
         self.softmax_offset = nn.Parameter(torch.zeros(self.heads)) if softmax == "learnable" else None
@@ -168,14 +167,10 @@ class DotProductAttention(nn.Module):
         mask = self.mask if attn_mask_type is None else mask_of(attn_mask_type)
         layout = getattr(packed_seq_params, "qkv_format", None) or "sbhd"
         check_choice(OP, "qkv_format", layout, ("thd", "sbhd", "bshd"))
-        for name, x, heads, width in (
-            ("query", query, self.heads, self.channels[0]),
-            ("key", key, self.kv_heads, self.channels[0]),
-            ("value", value, self.kv_heads, self.channels[1]),
-        ):
-            if x.shape[-2] != heads or (width is not None and x.shape[-1] != width):
-                rule = f"have {heads} heads{'' if width is None else f' of {width}'}, as the configuration says"
-                raise refusal(OP, name, rule, f"{x.shape[-2]} of {x.shape[-1]}", "pass one tensor-parallel rank's heads")
+        for name, x, heads in (("query", query, self.heads), ("key", key, self.kv_heads)):
+            if x.shape[-2] != heads:
+                rule = f"have {heads} heads, as the configuration says"
+                raise refusal(OP, name, rule, x.shape[-2], "pass one tensor-parallel rank's heads")
         group = self._group(packed_seq_params)
         ranks = 1 if group is None or layout == "thd" else _ranks_of(group)
         self_attention = self.attention_type == "self"
