@@ -3,7 +3,7 @@
     python examples/megatron_microbatches.py                # 200 iterations a way on a GPU; on a CPU a few, eagerly
 
 The model is that of `train_packed_moe.py` as a pipeline stage: attention is called as Megatron calls it, router losses are attached
-with a scale that is set between forward and backward, and of each iteration's six micro-batches four are in flight at most (1F1B),
+with a scale that is set between forward and backward, and of each iteration's five micro-batches four are in flight at most (1F1B),
 one is full, one empty, and one has a single token. From the same seed every way must give the same bits: losses, gradients and
 final weights.
 
@@ -61,8 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.add_argument(f"--{size.replace('_', '-')}", type=int, metavar="N", help="default: by device")
     options = parser.parse_args(argv)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if device == "cpu":
-        torch.set_num_threads(1)  # an iteration is tiny: threads only cost
+    torch.set_num_threads(1)  # what the host computes is tiny: threads only cost
     sizes = _SIZES[device] | {size: value for size in _OPTIONS if (value := getattr(options, size)) is not None}
     iterations = options.replays if options.replays is not None else (200 if device == "cuda" else 8)
     try:

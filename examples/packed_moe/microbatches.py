@@ -27,7 +27,7 @@ from thdops import graphs
 from thdops.integrations.megatron import DotProductAttention
 from thdops.packing import PackedSequences, PackedSlots, PackSpec
 
-MICROBATCHES = 6
+MICROBATCHES = 5
 IN_FLIGHT = 4
 METRICS = ("cross_entropy", "router losses", "padding_activation")
 
