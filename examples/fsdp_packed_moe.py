@@ -16,6 +16,7 @@ import functools
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,10 +35,10 @@ def parallelize(model: PackedMoE, backend: str | None = "inductor") -> None:
     """Checkpoint, compile (None: do not) and shard each block, then shard the rest; in place."""
     keep = functools.partial(create_selective_checkpoint_contexts, thdops.save_ops())
     for name, block in model.blocks.named_children():
-        block = checkpoint_wrapper(block, context_fn=keep)
+        wrapped: Any = checkpoint_wrapper(block, context_fn=keep)
         if backend is not None:
-            block = torch.compile(block, fullgraph=True, backend=backend)
-        model.blocks.register_module(name, fully_shard(block))
+            wrapped = torch.compile(wrapped, fullgraph=True, backend=backend)
+        model.blocks.register_module(name, fully_shard(wrapped))
     fully_shard(model)
 
 

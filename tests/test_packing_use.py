@@ -101,8 +101,8 @@ def test_pickles_and_saves() -> None:
     assert repr(pack).startswith("PackedSequences(PackSpec(max_tokens=16")
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_collates_in_data_loader_workers(start: str) -> None:
+def test_collates_in_data_loader_workers() -> None:
+    """Forked ones; `stress/test_data_loaders.py` spawns some, too."""
     documents = documents_of([3, 1, 4, 1, 5, 2])
     spec = PackSpec(16, 4, pad_multiple=2)
     loader = torch.utils.data.DataLoader(
@@ -110,7 +110,7 @@ def test_collates_in_data_loader_workers(start: str) -> None:
         batch_size=2,
         num_workers=2,
         collate_fn=functools.partial(PackedSequences.collate, spec=spec),
-        multiprocessing_context=start,
+        multiprocessing_context="fork",
         timeout=120,
     )
     batch = PackedSequences.collate([], spec)

@@ -12,7 +12,6 @@ from torch.overrides import TorchFunctionMode
 
 from thdops.conformance.case import OpUnderTest, as_tuple, copied
 from thdops.conformance.interpreter import interpretable, why_not
-from thdops.conformance.tensors import same_bits
 from thdops.namespace import REGISTRY
 
 pytestmark = pytest.mark.stress
