@@ -23,6 +23,7 @@ import torch.distributed as dist
 from packed_moe.config import Config, UserError, make_config
 from packed_moe.data import Documents, draw, load_documents
 from packed_moe.model import Batch, PackedMoE
+from packed_moe.report import Progress
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
@@ -42,8 +43,8 @@ def parallelize(model: PackedMoE, backend: str | None = "inductor") -> None:
     fully_shard(model)
 
 
-def train(config: Config, documents: Documents, backend: str | None = "inductor") -> list[float]:
-    """Train with the process group that is there; the mean of the processes' losses, by step.
+def train(config: Config, documents: Documents, backend: str | None = "inductor", progress: Progress | None = None) -> list[float]:
+    """Train with the process group that is there; the mean of the processes' losses, by step. `progress` shows this process's own.
 
     The gradient is that of this mean: each process's tokens count the same among themselves, whatever their number.
     """
@@ -56,6 +57,8 @@ def train(config: Config, documents: Documents, backend: str | None = "inductor"
     batch = Batch(*(getattr(pack, name) for name in Batch._fields))
     probe = torch.zeros(config.max_tokens, config.dim, device=device)
     history = torch.zeros(config.steps, device=device)
+    if progress is not None:
+        progress.start(f"{world} processes", config.steps, 0)
     for step in range(config.steps):
         pack.load_(draw(documents, config, step * world + rank))
         for group in optimizer.param_groups:
@@ -66,6 +69,10 @@ def train(config: Config, documents: Documents, backend: str | None = "inductor"
         torch.nn.utils.clip_grad_norm_(model.parameters(), config.clip)
         optimizer.step()
         history[step].copy_(losses.total.detach())
+        if progress is not None and (step + 1) % max(1, config.steps // 20) == 0:
+            progress.update(step + 1, float(history[step]))
+    if progress is not None:
+        progress.finish()
     dist.all_reduce(history)
     return (history / world).tolist()
 
@@ -90,9 +97,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        history = train(config, documents)
-        if dist.get_rank() == 0:
-            print(f"{dist.get_world_size()} processes, {config.steps} steps: loss {history[0]:.3f} -> {history[-1]:.3f}")
+        progress = Progress() if dist.get_rank() == 0 else None
+        history = train(config, documents, progress=progress)
+        if progress is not None:
+            print(f"mean loss of the processes: {history[0]:.3f} -> {history[-1]:.3f}")
     finally:
         dist.destroy_process_group()
     return 0
