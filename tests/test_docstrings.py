@@ -90,16 +90,27 @@ def _graphs() -> dict[str, Any]:
     return {**names, "tensors_that_step_changes": [], "step": lambda batch: batch.tokens.sum()}
 
 
-def _dtensor() -> dict[str, Any]:
+def _mesh() -> Any:
+    """Of this process alone."""
     from torch._C._distributed_c10d import HashStore
+    from torch.distributed.device_mesh import init_device_mesh
 
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    from torch.distributed.device_mesh import init_device_mesh
+    return init_device_mesh("cpu", (1,))
+
+
+def _sharding() -> dict[str, Any]:
+    batch = thdops.PackedSequences.allocate(16, 2, pad_multiple=2).load_(_documents())
+    names = {"batch": batch, "mesh": _mesh(), "embed": lambda tokens: tokens.float(), "topk": 2}
+    return {**names, "project": lambda x, positions: (_rows(), _rows(), _rows()), "logits": lambda out: out.flatten(1)}
+
+
+def _dtensor() -> dict[str, Any]:
+    mesh = _mesh()
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from thdops.integrations import dtensor
 
-    mesh = init_device_mesh("cpu", (1,))
     q, k, v = (distribute_tensor(torch.randn(16, 2, 16), mesh, [Shard(1)]) for _ in "qkv")
     return {"dtensor": dtensor, "given": (q, k, v), "cu_seqlens": distribute_tensor(CU, mesh, [Replicate()])}
 
@@ -155,6 +166,7 @@ PREPARED: dict[str, Callable[[], dict[str, Any]]] = {
     "thdops.ops.merge.op.merge_attention": _merge,
     "thdops.packing": _packing,
     "thdops.packing.PackedSlots": _slots,
+    "thdops.sharding": _sharding,
 }
 
 

@@ -6,7 +6,7 @@ T rows (`max_tokens`), B sequences (`max_seqs`). Everything that can be refused 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -21,10 +21,10 @@ Document: TypeAlias = Sized
 
 Tail: TypeAlias = Literal["padding", "sequence"]
 
-_ROW_FIELDS = {"tokens": torch.int64, "labels": torch.int64, "positions": torch.int32, "padding_mask": torch.bool}
+ROW_FIELDS = {"tokens": torch.int64, "labels": torch.int64, "positions": torch.int32, "padding_mask": torch.bool}
 _OFFSET_FIELDS = ("cu_seqlens", "cu_seqlens_padded")
 _COUNT_FIELDS = ("num_tokens", "num_seqs")
-FIELDS = (*_ROW_FIELDS, *_OFFSET_FIELDS, *_COUNT_FIELDS)
+FIELDS = (*ROW_FIELDS, *_OFFSET_FIELDS, *_COUNT_FIELDS)
 
 _CPU = torch.device("cpu")  # named in every call: a default device that the user has set must not catch host tensors
 
@@ -94,7 +94,7 @@ class PackSpec:
     def tensors(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of every tensor of a pack, in their fixed order; extras come last."""
         named: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        named |= {name: ((self.max_tokens,), dtype) for name, dtype in _ROW_FIELDS.items()}
+        named |= {name: ((self.max_tokens,), dtype) for name, dtype in ROW_FIELDS.items()}
         named |= dict.fromkeys(_OFFSET_FIELDS, ((self.max_seqs + 1,), torch.int32))
         named |= dict.fromkeys(_COUNT_FIELDS, ((), torch.int64))
         named |= {extra.name: ((self.max_tokens, *extra.shape), extra.dtype) for extra in self.extras}
@@ -127,6 +127,18 @@ class PackSpec:
     def pack(self, documents: Iterable[Document], *, split: bool = False) -> Iterator[list[Document]]:
         """`pack_documents` with this capacity: every list it yields can be loaded."""
         return pack_documents(documents, self.max_tokens, self.max_documents, self.pad_multiple, self.max_seqlen, split=split)
+
+
+def spec_to_json(spec: PackSpec) -> dict[str, Any]:
+    """As values that JSON knows."""
+    extras = [{**asdict(extra), "dtype": str(extra.dtype).removeprefix("torch.")} for extra in spec.extras]
+    return {**asdict(spec), "extras": extras}
+
+
+def spec_from_json(values: dict[str, Any]) -> PackSpec:
+    """The inverse of `spec_to_json`."""
+    extras = (Extra(extra["name"], getattr(torch, extra["dtype"]), tuple(extra["shape"])) for extra in values["extras"])
+    return PackSpec(**{**values, "extras": tuple(extras)})
 
 
 def check_capacity(op: str, max_tokens: int, max_seqs: int, pad_multiple: int, max_seqlen: int | None) -> None:

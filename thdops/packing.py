@@ -12,18 +12,46 @@ first C[b+1]-C[b] of them (C = cu_seqlens). Entries past the last sequence repea
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from meta_kernels.contract import check_count, check_cu_seqlens, dtype_of, refusal, shape_of
-from thdops._documents import FIELDS, IGNORE_INDEX, Document, Extra, PackSpec, Tail, pack_documents, read_documents, write_pack
+from thdops._documents import (
+    FIELDS,
+    IGNORE_INDEX,
+    ROW_FIELDS,
+    Document,
+    Extra,
+    PackSpec,
+    Tail,
+    pack_documents,
+    read_documents,
+    spec_from_json,
+    spec_to_json,
+    write_pack,
+)
+from thdops.context_parallel.groups import place_in
+from thdops.sharding import ShardedSequences
 
-__all__ = ["IGNORE_INDEX", "Document", "Extra", "PackSpec", "PackedSequences", "PackedSlots", "pack_documents", "validate"]
+if TYPE_CHECKING:
+    from thdops.context_parallel.groups import Group
+
+__all__ = [
+    "IGNORE_INDEX",
+    "Document",
+    "Extra",
+    "PackSpec",
+    "PackedSequences",
+    "PackedSlots",
+    "ShardedSequences",
+    "pack_documents",
+    "validate",
+]
 
 
 def validate(
@@ -320,8 +348,26 @@ class PackedSequences:
 
     def token_like(self) -> dict[str, Tensor]:
         """Every tensor that has a row per token, by name: tokens, labels, positions, padding_mask and the extras."""
-        rows = ("tokens", "labels", "positions", "padding_mask")
-        return {name: getattr(self, name) for name in rows} | self.extras
+        return {name: getattr(self, name) for name in ROW_FIELDS} | self.extras
+
+    def shard(self, group: Group, partition: str = "zigzag") -> ShardedSequences:
+        """This process's rows of the pack, shared out among the ranks of a group for `context_parallel.attention`.
+
+        Every rank loads the same documents. No host sync and static shapes: call it inside the step, compiled or captured, and
+        each replay shares out what was loaded last.
+
+        Args:
+            group: as for `context_parallel.attention`: a process group, its name, a `DeviceMesh`, or one group per axis.
+            partition: "zigzag", which gives every rank the same work under a causal mask, or "contiguous".
+
+        Returns:
+            A `thdops.sharding.ShardedSequences`: n = T / W rows of every token-like tensor, extras included, with the metadata of
+            the whole pack and of the rank's own rows. `ShardedSequences.of` takes a rank's number instead of a group.
+
+        Raises:
+            ValueError: `max_tokens` or `pad_multiple` is no multiple of 2W; no such partition; a group that this process is not in.
+        """
+        return ShardedSequences.of(self, *place_in("PackedSequences.shard", group), partition)
 
     def fits(self, documents: Iterable[Document]) -> bool:
         """Whether `load_` would find room for these documents."""
@@ -424,24 +470,14 @@ def _unflatten(leaves: Iterable[Any], spec: PackSpec) -> PackedSequences:
     return PackedSequences.from_tensors(list(leaves), spec)
 
 
-def _spec_to_json(spec: PackSpec) -> dict[str, Any]:
-    extras = [{**asdict(extra), "dtype": str(extra.dtype).removeprefix("torch.")} for extra in spec.extras]
-    return {**asdict(spec), "extras": extras}
-
-
-def _spec_from_json(values: dict[str, Any]) -> PackSpec:
-    extras = (Extra(extra["name"], getattr(torch, extra["dtype"]), tuple(extra["shape"])) for extra in values["extras"])
-    return PackSpec(**{**values, "extras": tuple(extras)})
-
-
 pytree.register_pytree_node(
     PackedSequences,
     _flatten,
     _unflatten,
     serialized_type_name="thdops.packing.PackedSequences",
     flatten_with_keys_fn=_flatten_with_keys,
-    to_dumpable_context=_spec_to_json,
-    from_dumpable_context=_spec_from_json,
+    to_dumpable_context=spec_to_json,
+    from_dumpable_context=spec_from_json,
 )
 # Plain data, so that saved packs and exported programs load with `weights_only=True`.
 torch.serialization.add_safe_globals([PackedSequences, PackSpec, Extra])

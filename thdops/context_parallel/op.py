@@ -6,26 +6,23 @@ W ranks, T rows of the whole batch, n = T / W rows of a rank, B sequences, Hq an
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from meta_kernels import context_attention as contract
 from meta_kernels.context_attention import Call
 from meta_kernels.contract import check_integers, check_kinds, check_static, check_tensors, refusal
 from thdops.context_parallel import run, samples
+from thdops.context_parallel.groups import names_of
 from thdops.namespace import REGISTRY
 from thdops.ops.attention_thd.op import autocast, default_scale
 from thdops.ops.context.op import from_rank_order, to_rank_order
 from thdops.registry import OpSpec, register
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-    Group = dist.ProcessGroup | DeviceMesh | str | Sequence[dist.ProcessGroup | str]
+    from thdops.context_parallel.groups import Group
 
 
 # --- public functions ----------------------------------------------------------------------------------------------------------
@@ -106,7 +103,7 @@ def attention(
     """
     op = "context_attention"
     _check_arguments(op, q, k, v, cu_seqlens, cu_seqlens_padded, sink, window, scale, softcap)
-    names = _names(op, group)
+    names = names_of(op, group)
     if total_tokens is not None:
         check_integers(op, total_tokens=total_tokens)
     return _attention(
@@ -233,24 +230,6 @@ def _check_arguments(
         raise refusal(op, "window", "be a pair of integers (left, right)", window, "pass -1 for an unbounded side")
     check_integers(op, window_left=window[0], window_right=window[1])
     check_static(op, scale=scale, softcap=softcap)
-
-
-def _names(op: str, group: Any) -> list[str]:
-    """What the op's schema takes: the names of a group, of a mesh's groups, one per dimension, or of several groups."""
-    # By type: to a tracer a group is opaque, and asking what attributes it has is an error.
-    if isinstance(group, str):
-        return [group]
-    if isinstance(group, (tuple, list)):
-        return [name for one in group for name in _names(op, one)]
-    if dist.is_available():
-        if isinstance(group, dist.ProcessGroup):
-            return [group.group_name]
-        if isinstance(group, dist.device_mesh.DeviceMesh):
-            return [group.get_group(dim).group_name for dim in range(group.ndim)]
-    got = "a group that this rank is not in" if isinstance(group, int) else repr(group)  # torch gives a number then
-    raise refusal(
-        op, "group", "be a process group, its name, or a DeviceMesh", got, "pass torch.distributed.group.WORLD or another"
-    )
 
 
 # --- autograd ------------------------------------------------------------------------------------------------------------------
