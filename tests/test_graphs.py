@@ -171,8 +171,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     events: list[str] = []
 
     @contextmanager
-    def graph(graph: _Graph, pool: Any, stream: _Stream) -> Iterator[None]:
-        events.append(f"capture in {pool}")
+    def graph(graph: _Graph, pool: Any, stream: _Stream, capture_error_mode: str) -> Iterator[None]:
+        events.append(f"{capture_error_mode} capture in {pool}")
         yield
 
     @contextmanager
@@ -215,7 +215,7 @@ def test_warm_up_leaves_no_trace(cuda: list[str]) -> None:
 
     run = _captured(step, batch, (state,))
     assert seen == [[32, 24, 19]] * 4 + [[16, 16, 13]] * 4 + [[8, 8, 6]] * 4
-    assert cuda == ["side stream", "capture in (0, 7)"] * 3
+    assert cuda == ["side stream", "global capture in (0, 7)"] * 3
     assert float(state.detach()) == 0
     assert all(torch.equal(now, then) for now, then in zip(batch.tensors(), before, strict=True))
     assert batch.loaded_rows == 24
@@ -225,6 +225,12 @@ def test_warm_up_leaves_no_trace(cuda: list[str]) -> None:
     assert len(seen) == 12  # replays call no Python
     assert run.report == graphs.Report(captures=3, runs={8: 2, 16: 0, 32: 1}, eager=0, pool_bytes=256)
     assert run.report.replays == 3
+
+
+def test_threads_of_process_groups_do_not_end_a_capture(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    _captured(lambda pack: None, allocate(), ())
+    assert cuda == ["side stream", "thread_local capture in (0, 7)"] * 3
 
 
 def test_a_step_that_cannot_be_captured(cuda: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

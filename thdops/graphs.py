@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from meta_kernels.contract import check_count, kind_of, refusal
@@ -207,7 +208,9 @@ def _capture_whole(step: Step, pack: PackedSequences, pool: Any, stream: torch.c
             step(pack)
     present.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with _explained(), torch.cuda.graph(graph, pool=pool, stream=stream):
+    # Threads of process groups poll for work that is done: what others than this thread ask for must not end the capture.
+    mode = "thread_local" if dist.is_available() and dist.is_initialized() else "global"
+    with _explained(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode=mode):
         results = step(pack)
 
     def replay() -> Any:
