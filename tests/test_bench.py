@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from thdops import bench, timing
+from thdops import bench, bench_ranks, timing
 from thdops.registry import Bench, Contest, Cost, OpSpec, Outcome, Registry, Unserved, register
 
 REGISTRY = Registry("bench_test")
@@ -434,3 +434,57 @@ def test_what_peers_took_goes_to_the_op(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_options_that_do_not_go_together(options: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert _run("double", *options) == 2
     assert text in capsys.readouterr().err
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_ranks_arrive_and_a_process_that_failed_is_a_failed_row(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Processes themselves are started in `test_context_parallel_distributed.py`."""
+    row = bench.Row("context_attention", "tiny, forward, p2p", "2 ranks", 5.0, 0.0, "wall", note="50% of the exchanges hidden")
+
+    class Processes:
+        def join(self, timeout: float) -> bool:
+            raise RuntimeError("-- Process 1 terminated with the following error:\nTraceback:\nValueError: no luck")
+
+    def spawn(function: object, args: tuple[Any, ...], ranks: int, **options: object) -> Processes:
+        assert (args[0], ranks, args[2:4]) == (2, 2, ("cpu", "tiny"))
+        args[-1].put(row)
+        return Processes()
+
+    monkeypatch.setattr(bench_ranks, "spawn", spawn)
+    found = tmp_path / "rows.json"
+    assert _run("context_parallel", "--cpu", "--match", "tiny", "--json", str(found)) == 1
+    rows = json.loads(found.read_text())["rows"]
+    assert [(row["provider"], row["note"]) for row in rows] == [
+        ("2 ranks", "50% of the exchanges hidden"),
+        ("-", "FAILED: ValueError: no luck"),
+    ]
+    assert "1 of 2 rows wrong or failed" in capsys.readouterr().err
+    assert _run("context_parallel", "--cpu", "--peers") == 2
+    assert "leave them out with context_parallel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        ((10.0, 8.0, 4.0), "50% of the exchanges hidden"),
+        ((8.0, 8.0, 4.0), "100% of the exchanges hidden"),
+        ((14.0, 8.0, 4.0), "-50% of the exchanges hidden"),
+        ((10.0, 8.0, 0.4), "exchanges are under 5% of it"),
+        ((10.0, 8.0, None), "exchanges are under 5% of it"),
+    ],
+)
+def test_share_of_exchanges_hidden(times: tuple[float, float, float | None], text: str) -> None:
+    assert bench_ranks.hidden(*times) == text
+
+
+@pytest.mark.gpu
+def test_all_gpus_beside_one(tmp_path: Path) -> None:
+    found = tmp_path / "rows.json"
+    assert _run("context_parallel", "--match", "8 x 4096, 32/8 heads, D 128, causal, forward, p2p", "--json", str(found)) == 0
+    rows = json.loads(found.read_text())["rows"]
+    assert {"one GPU", "steps"} <= {row["provider"] for row in rows}
+    assert all(row["us"] > 0 for row in rows)

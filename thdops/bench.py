@@ -30,6 +30,7 @@ from thdops.timing import Roofline, device_time, host_time, measure_roofline
 
 __all__ = ["Row", "add_arguments", "main"]
 
+_RANKS = "context_parallel"
 _SHARED_BYTES = 64 * 1024
 """Tensors up to this size (cu_seqlens, counts, biases) are not copied: every kernel of a training step reads them."""
 _L2_MULTIPLE = 4
@@ -348,7 +349,8 @@ def _rows(
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m thdops bench`."""
-    parser.add_argument("ops", nargs="*", metavar="op", help="ops to time; all that offer a bench if none is named")
+    ops = f"ops to time; all that offer a bench if none is named; or {_RANKS} alone: attention on all GPUs beside one of them"
+    parser.add_argument("ops", nargs="*", metavar="op", help=ops)
     parser.add_argument("--match", default="", metavar="TEXT", help="only benches whose name holds it, such as T=65536")
     parser.add_argument("--eager", action="store_true", help="leave out what is compiled, the baseline and the op: it takes long")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header, roofline and rows there")
@@ -368,7 +370,7 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
         from thdops.namespace import REGISTRY
 
         registry = REGISTRY
-    unknown = [name for name in args.ops if name not in registry]
+    unknown = [name for name in args.ops if name not in registry and args.ops != [_RANKS]]
     if unknown:
         print(f"bench: no op named {', '.join(unknown)}; known: {', '.join(s.name for s in registry)}", file=sys.stderr)
         return 2
@@ -385,6 +387,8 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
         print("bench: there is no GPU here, so there is nothing to time; --cpu checks every bench's result on CPU", file=sys.stderr)
         return 2
     device = torch.device("cpu") if args.cpu else torch.device("cuda", torch.cuda.current_device())
+    if args.ops == [_RANKS]:
+        return _across_ranks(args, device)
     specs = [registry[name] for name in args.ops] if args.ops else list(registry)
     if args.peers:
         return _against_peers(args, specs, device)
@@ -409,6 +413,25 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
 
         draw(args.plot, rows, facts)
     return _finished(args, facts, roofline, rows)
+
+
+def _across_ranks(args: argparse.Namespace, device: torch.device) -> int:
+    from torch.cuda import nccl
+
+    from thdops.bench_ranks import rows
+
+    if args.peers or args.plot:
+        print(f"bench: --peers and --plot are about ops by themselves; leave them out with {_RANKS}", file=sys.stderr)
+        return 2
+    facts = header(device)
+    facts["gpus"] = str(torch.cuda.device_count() if device.type == "cuda" else 0)
+    facts["nccl"] = ".".join(map(str, nccl.version())) if device.type == "cuda" else "none"
+    print("\n".join(f"{name:<9} {value}" for name, value in facts.items()))
+    if device.type == "cuda":
+        print("us: a call inside a CUDA graph, of the slowest rank; speed-up: of the ranks over that row\n")
+    else:
+        print("results of Gloo ranks are compared on CPU; the times say nothing\n")
+    return _finished(args, facts, None, _shown(rows(device.type, args.match)))
 
 
 def _against_peers(args: argparse.Namespace, specs: Sequence[OpSpec], device: torch.device) -> int:

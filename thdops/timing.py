@@ -21,7 +21,7 @@ from torch import Tensor
 
 from thdops.registry import Cost
 
-__all__ = ["NotCapturable", "Roofline", "Timing", "device_time", "graph_time", "host_time", "measure_roofline"]
+__all__ = ["NotCapturable", "Roofline", "Timing", "device_time", "graph_time", "host_time", "measure_roofline", "same_calls_time"]
 
 _GRAPH_US = 1000.0
 """A captured graph holds so many calls that one replay lasts about this long: launch gaps and event overhead drown in it."""
@@ -98,6 +98,24 @@ def graph_time(run: Callable[[int], Any], copies: int) -> Timing:
     return timing
 
 
+def same_calls_time(run: Callable[[], Any], calls: int, device: torch.device) -> Timing:
+    """The time of one call that all ranks of a group make together: nothing here depends on a time, which each rank sees otherwise.
+
+    `calls` of them are in a captured graph. On CPU it is the time of the wall.
+
+    Raises:
+        NotCapturable: the call fails under capture.
+    """
+    if device.type != "cuda":
+        run()
+        return Timing.of([_wall_us(run) for _ in range(3)], "wall")
+    _warm_up(lambda _: run(), 1)
+    graph, kept = _capture(lambda _: run(), 1, calls, mode="thread_local")  # other threads poll for exchanges that are done
+    timing = Timing.of([us / calls for us in _replay_us(graph, 7)], "graph")
+    del kept
+    return timing
+
+
 def _warm_up(run: Callable[[int], Any], copies: int) -> None:
     """On a side stream, as a capture wants it: compiles kernels and loads libraries for every copy."""
     side = torch.cuda.Stream()
@@ -125,11 +143,11 @@ def _refuse_host_sync(run: Callable[[int], Any]) -> None:
         torch.cuda.synchronize()
 
 
-def _capture(run: Callable[[int], Any], copies: int, calls: int) -> tuple[torch.cuda.CUDAGraph, list[Any]]:
+def _capture(run: Callable[[int], Any], copies: int, calls: int, mode: str = "global") -> tuple[torch.cuda.CUDAGraph, list[Any]]:
     kept: list[Any] = [None] * copies
     graph = torch.cuda.CUDAGraph()
     try:
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode=mode):
             for i in range(calls):
                 kept[i % copies] = run(i % copies)
     except RuntimeError as error:

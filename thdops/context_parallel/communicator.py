@@ -180,18 +180,32 @@ def run(op: str, algorithm: Steps[_T], groups: Sequence[dist.ProcessGroup]) -> _
         RuntimeError: a rank died, left, or takes part with other shapes, and the group's backend noticed. How long it waits is the
             group's timeout.
     """
-    answer: Any = None
-    while True:
+
+    def answer(request: Any) -> Any:
         try:
-            request = algorithm.send(answer)
-        except StopIteration as stop:
-            return stop.value
-        try:
-            answer = request.arrived() if isinstance(request, Wait) else request.through(groups[request.axis])
+            return answered(request, groups)
         except RuntimeError as error:
             got = f"an error in {type(request).__name__} on rank {dist.get_rank()} ({str(error).strip().splitlines()[0]})"
             fix = "see whether a rank died, or called it with other shapes or another comm"
             raise refusal(op, "group", "carry every exchange", got, fix, RuntimeError) from error
+
+    return drive(algorithm, answer)
+
+
+def answered(request: Any, groups: Sequence[dist.ProcessGroup]) -> Any:
+    """This rank's answer."""
+    return request.arrived() if isinstance(request, Wait) else request.through(groups[request.axis])
+
+
+def drive(algorithm: Steps[_T], answer: Callable[[Any], Any]) -> _T:
+    """The result of an algorithm whose requests are answered so."""
+    given: Any = None
+    while True:
+        try:
+            request = algorithm.send(given)
+        except StopIteration as stop:
+            return stop.value
+        given = answer(request)
 
 
 def run_together(algorithms: Sequence[Steps[_T]], sizes: Sequence[int]) -> list[_T]:

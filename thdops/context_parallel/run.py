@@ -23,7 +23,11 @@ _T = TypeVar("_T", Attended, Gradients)
 @takes(Call)
 def context_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out [n, Hq, Dv], lse [Hq, n], max_logit [Hq] or [0]). Padding rows: out 0, lse -inf."""
-    results = _of_ranks("context_attention", call)
+    return attended(call, _of_ranks("context_attention", call))
+
+
+def attended(call: Call, results: list[Attended]) -> tuple[Tensor, Tensor, Tensor]:
+    """What the op returns, from what its ranks found: one, or all virtual ones."""
     out, lse = _one([result.out for result in results]), _one([result.lse for result in results], 1)
     return _stored(out, call.q.dtype), _stored(lse, lse.dtype), results[0].max_logit.clone()
 
@@ -31,7 +35,11 @@ def context_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
 @takes(GradCall)
 def context_attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink [Hq] or [0]), dsink this rank's share. Padding rows: 0."""
-    results = _of_ranks("context_attention_grad", call)
+    return gradients(call, _of_ranks("context_attention_grad", call))
+
+
+def gradients(call: GradCall, results: list[Gradients]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Likewise."""
     dq, dk, dv = (_stored(_one([result[i] for result in results]), call.q.dtype) for i in range(3))
     dsink = torch.stack([result.sink for result in results]).sum(0)
     return dq, dk, dv, dsink if call.sink is None else dsink.to(call.sink.dtype)
@@ -39,18 +47,23 @@ def context_attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tens
 
 def _of_ranks(op: str, call: Any) -> list[Any]:
     """This rank's result, or those of all virtual ranks."""
-    whole = Rows(call.cu_seqlens, call.cu_seqlens if call.cu_seqlens_padded is None else call.cu_seqlens_padded)
     if not is_virtual(call.groups):
-        groups = [group_of(op, name) for name in call.groups]
-        place = Place(tuple(map(dist.get_rank, groups)), tuple(map(dist.get_world_size, groups)))
-        return [run(op, _algorithm(call, whole, place), groups)]
+        return [run(op, *of_this_rank(op, call))]
     sizes = sizes_of(op, call.groups)
     everyone = places(sizes)
     calls = [_share(call, len(everyone), rank) for rank in range(len(everyone))]
-    return run_together([_algorithm(own, whole, place) for own, place in zip(calls, everyone, strict=True)], sizes)
+    return run_together([_algorithm(own, place) for own, place in zip(calls, everyone, strict=True)], sizes)
 
 
-def _algorithm(call: Any, whole: Rows, place: Place) -> Steps[Any]:
+def of_this_rank(op: str, call: Any) -> tuple[Steps[Any], list[dist.ProcessGroup]]:
+    """What a rank of real groups runs, and the groups."""
+    groups = [group_of(op, name) for name in call.groups]
+    place = Place(tuple(map(dist.get_rank, groups)), tuple(map(dist.get_world_size, groups)))
+    return _algorithm(call, place), groups
+
+
+def _algorithm(call: Any, place: Place) -> Steps[Any]:
+    whole = Rows(call.cu_seqlens, call.cu_seqlens if call.cu_seqlens_padded is None else call.cu_seqlens_padded)
     forward = isinstance(call, Call)
     if call.comm == "p2p":
         return (ring.forward if forward else ring.backward)(call, whole, place)

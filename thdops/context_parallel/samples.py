@@ -320,7 +320,8 @@ def _refusals(op: str, device: torch.device, args: Callable[[Call], tuple[Any, .
 # --- cost and benches ----------------------------------------------------------------------------------------------------------
 
 
-def _on_one_device(call: Call, **tensors: Tensor) -> attention_thd.Call:
+def on_one_device(call: Call, **tensors: Tensor) -> attention_thd.Call:
+    """The call that one device makes for the whole batch."""
     given = {"q": call.q, "k": call.k, "v": call.v, **tensors}
     settings = call[9:17]
     causal, left, right, scale, softmax, softcap, deterministic, backend = settings
@@ -331,16 +332,17 @@ def _on_one_device(call: Call, **tensors: Tensor) -> attention_thd.Call:
 
 def context_attention_cost(*args: Any) -> Cost:
     """That of attention on one device; what ranks send is not in it."""
-    return attention_cost(*_on_one_device(Call(*args)))
+    return attention_cost(*on_one_device(Call(*args)))
 
 
 def context_attention_grad_cost(*args: Any) -> Cost:
     call = GradCall(*args)
-    whole = _on_one_device(_forward_of(call))
+    whole = on_one_device(forward_of(call))
     return attention_grad_cost(call.grad_out, call.grad_lse, *whole[:3], call.out, call.lse, *whole[3:19])
 
 
-def _forward_of(call: GradCall) -> Call:
+def forward_of(call: GradCall) -> Call:
+    """The call whose gradients are asked for."""
     return Call(*call[2:5], *call[7:21], return_max_logit=False, total_tokens=0)
 
 
@@ -375,7 +377,7 @@ def _alone(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
     call = Call(*args)
     to_batch, to_ranks = _moves(call)
     out, lse, max_logit = torch.ops.thdops.attention(
-        *_on_one_device(call, **{name: to_batch(getattr(call, name)) for name in "qkv"})
+        *on_one_device(call, **{name: to_batch(getattr(call, name)) for name in "qkv"})
     )
     return to_ranks(out), to_ranks(lse.t()).t(), max_logit
 
@@ -383,7 +385,7 @@ def _alone(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
 def _alone_backward(*args: Any) -> tuple[Tensor, ...]:
     call = GradCall(*args)
     to_batch, to_ranks = _moves(call)
-    whole = _on_one_device(_forward_of(call), **{name: to_batch(getattr(call, name)) for name in "qkv"})
+    whole = on_one_device(forward_of(call), **{name: to_batch(getattr(call, name)) for name in "qkv"})
     given = (None if call.grad_out is None else to_batch(call.grad_out), None)
     dq, dk, dv, dsink = torch.ops.thdops.attention_grad(
         *given, *whole[:3], to_batch(call.out), to_batch(call.lse.t()).t(), *whole[3:19]
