@@ -54,7 +54,7 @@ def train(config: Config, documents: Documents, backend: str | None = "inductor"
     parallelize(model, backend)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=config.weight_decay)
     pack = PackedSequences.allocate(config.max_tokens, config.max_seqs, pad_multiple=config.pad_multiple, device=device)
-    batch = Batch(*(getattr(pack, name) for name in Batch._fields))
+    batch = Batch.of(pack)
     probe = torch.zeros(config.max_tokens, config.dim, device=device)
     history = torch.zeros(config.steps, device=device)
     if progress is not None:

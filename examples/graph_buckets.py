@@ -74,7 +74,7 @@ def measure(config: Config, capacities: Sequence[int], steps: int) -> tuple[dict
     def step(pack: PackedSequences) -> Tensor:
         for gradient in trainer.gradients:
             gradient.zero_()
-        batch = Batch(*(getattr(pack, name) for name in Batch._fields))
+        batch = Batch.of(pack)
         loss = trainer.model(batch, trainer.probe.detach()[: pack.spec.max_tokens]).total
         loss.backward()
         trainer.optimizer.step()

@@ -2,6 +2,7 @@
 
     python examples/train_packed_moe.py                     # every mode that this machine can run
     python examples/train_packed_moe.py --data ~/books --steps 500 --mode cudagraph
+    torchrun --nproc-per-node 2 examples/train_packed_moe.py --cp 2     # two ranks share out the rows of every batch
 
 Documents of changing lengths fill a buffer of fixed capacity, with gaps and a tail, another number of tokens each step. The same
 step runs eagerly, compiled (`fullgraph=True`) and as one captured CUDA graph, from the same seed over the same batches. Shown at
@@ -26,7 +27,7 @@ from pathlib import Path
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 import torch
-from packed_moe import report
+from packed_moe import parallel, report
 from packed_moe.checks import Check, check_variety, compare
 from packed_moe.config import CPU_SIZES, Config, UserError, make_config
 from packed_moe.data import Documents, load_documents
@@ -36,7 +37,7 @@ from packed_moe.modes import MODES, missing_for
 _SIZES = tuple(size for size in CPU_SIZES if size not in ("lr", "autocast"))
 
 
-def _parser(description: str) -> argparse.ArgumentParser:
+def _parser(description: str, context_parallel: bool) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     parser.add_argument("--mode", choices=(*MODES, "all"), default="all", help="default: all that this machine can run")
     parser.add_argument("--data", metavar="DIR", help="a folder of text (default: the Python standard library's sources)")
@@ -49,16 +50,23 @@ def _parser(description: str) -> argparse.ArgumentParser:
     for size in _SIZES:
         parser.add_argument(f"--{size.replace('_', '-')}", metavar="N", type=int, help="default: by device")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: by device)")
+    if context_parallel:
+        parser.add_argument("--cp", metavar="W", type=int, help="ranks that share out rows, started by torchrun (default: 1)")
+        parser.add_argument("--cp-comm", choices=parallel.COMMS, help="how attention's rows meet (default: p2p, a ring)")
+    parser.set_defaults(cp=1, cp_comm="p2p")
     return parser
 
 
 def main(argv: Sequence[str] | None = None, job: Job | None = None, description: str = __doc__ or "") -> int:
     """Run the example, or another job in its place; the exit code is described above."""
-    options = _parser(description).parse_args(argv)
+    job = job or Job()
+    options = _parser(description, job.context_parallel).parse_args(argv)
     try:
-        return _run(options, job or Job())
+        with parallel.joined(options.cp, options.device):
+            return _run(options, job)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if parallel.is_first():
+            print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted; go on from the last checkpoint with --resume", file=sys.stderr)
@@ -69,7 +77,7 @@ def _run(options: argparse.Namespace, job: Job) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise UserError("--device cuda: this torch sees no GPU; use --device cpu")
     sizes = dict(job.cpu_sizes) if options.device == "cpu" else {}
-    sizes |= {size: value for size in (*_SIZES, "lr") if (value := getattr(options, size)) is not None}
+    sizes |= {size: value for size in (*_SIZES, "lr", "cp", "cp_comm") if (value := getattr(options, size)) is not None}
     config = make_config(options.device, options.seed, **sizes)
     documents = load_documents(options.data, config.max_tokens // 2)
     schedule = _schedule(options)
@@ -91,6 +99,8 @@ def _run(options: argparse.Namespace, job: Job) -> int:
         except (UserError, KeyboardInterrupt):
             raise
         except Exception as error:  # one mode's failure must not hide what the others show
+            if parallel.group() is not None:
+                raise  # but other ranks are in the middle of a step: torchrun ends them with this one
             traceback.print_exc()
             reason = (str(error).strip() or "no message").splitlines()[0]
             broken.append(Check(mode, "ran to the end", False, f"{type(error).__name__}: {reason}"))
@@ -124,7 +134,10 @@ def _conclude(
             checks.append(compare(eager, result, config.autocast))
     if results:
         checks.append(check_variety(results[0].lengths))
+    checks = parallel.of_all_ranks(checks)
     ok = all(check.passed for check in checks)
+    if not parallel.is_first():
+        return 0 if ok else 1
 
     report.print_report(results, checks, not_run)
     settings = {**dataclasses.asdict(config), "data": documents.source}

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -20,7 +22,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 sys.path.insert(0, str(EXAMPLES))
 
 import train_packed_moe as job  # noqa: E402  # a script, found beside its modules
-from packed_moe import checkpoint, checks, data, loop, modes, training  # noqa: E402
+from packed_moe import checkpoint, checks, data, loop, modes, parallel, training  # noqa: E402
 from packed_moe.config import CPU_SIZES, UserError, make_config  # noqa: E402
 
 from thdops.integrations.grouped import grouped_linear  # noqa: E402
@@ -133,6 +135,61 @@ def test_on_a_gpu_the_graph_equals_eager_bitwise(tmp_path: Path) -> None:
     assert seen["cudagraph", "bitwise equal to eager"]["passed"]
     assert seen["cudagraph", "one graph served every step"]["detail"] == "1 capture, 50 replays, 50 steps"
     assert history(tmp_path, "cudagraph") == history(tmp_path, "eager")
+
+
+# --- ranks ------------------------------------------------------------------------------------------------------------------------
+
+
+def run_ranks(ranks: int, out: Path, *options: str) -> None:
+    """The job under torchrun; its checks passed, that against one process among them, and one rank spoke."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    words = [*torchrun, str(EXAMPLES / "train_packed_moe.py"), *options, "--cp", str(ranks), "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES.parent)}
+    ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("parameters") == 1
+    assert f"{ranks} ranks equal one up to rounding" in {check["name"] for check in summary(out)["checks"]}
+
+
+def test_two_ranks_lose_what_one_process_loses(finished: Path, tmp_path: Path) -> None:
+    run_ranks(2, tmp_path, *QUICK, "--mode", "eager")
+    found, expected = (torch.tensor(history(out, "eager")) for out in (tmp_path, finished))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("comm", parallel.COMMS)
+def test_ranks_on_gpus(comm: str, tmp_path: Path) -> None:
+    """With NCCL, all exchanges in one graph; with one rank where there is one GPU."""
+    sizes = ["--steps", "20", "--max-tokens", "4096", "--dim", "256", "--layers", "2", "--cp-comm", comm]
+    run_ranks(min(2, torch.cuda.device_count()), tmp_path, "--mode", "all" if comm == "p2p" else "cudagraph", *sizes)
+    seen = {(check["mode"], check["name"]): check["detail"] for check in summary(tmp_path)["checks"]}
+    assert seen["cudagraph", "one graph served every step"] == "1 capture, 20 replays, 20 steps"
+
+
+def test_ranks_that_nobody_started_are_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "--steps", "5", "--cp", "2"])
+    assert run(tmp_path, "--cp", "2") == 2
+    command = "torchrun --nproc-per-node 2 train.py --steps 5 --cp 2"
+    assert capsys.readouterr().err == f"error: --cp 2 wants 2 processes, which torchrun starts; run: {command}\n"
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert run(tmp_path, "--cp", "2") == 2
+    text = "--cp must be the number of processes that torchrun started (4), got 2; pass it so, or start as many as --cp says"
+    assert capsys.readouterr().err == f"error: {text}\n"
+
+
+def test_a_check_that_failed_on_one_rank_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gather(into: list[Any], own: list[checks.Check]) -> None:
+        into[:] = [own, [own[0]._replace(passed=False, detail="seen there")], own]
+
+    monkeypatch.setattr(parallel, "group", lambda: "a group")
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 3)
+    monkeypatch.setattr(parallel.dist, "all_gather_object", gather)
+    own = checks.Check("eager", "padding", True, "seen here")
+    assert parallel.of_all_ranks([own]) == [checks.Check("eager", "padding", False, "seen there (rank 1)")]
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------------------
@@ -433,13 +490,23 @@ def test_a_folder_without_text_is_an_error(content: str, tmp_path: Path, capsys:
         ({"lr": -1.0}, "--lr must be a finite number above 0, got -1.0; try 0.001"),
         ({"lr": float("nan")}, "--lr must be a finite number above 0, got nan; try 0.001"),
         ({"head_dim": 20}, "--head-dim must be a multiple of 8 from 16 to 256, got 20; attention takes no other"),
+        (
+            {"cp": 3},
+            "--pad-multiple must be a multiple of 2 * --cp (6), got 8; each rank has two pieces of every document; pass the same to"
+            " the run that it is compared with",
+        ),
+        (
+            {"cp": 4, "cp_comm": "a2a"},
+            "--kv-heads must be a multiple of --cp (4) with --cp-comm a2a, got 2; each rank has as many heads; use another"
+            " --cp-comm",
+        ),
     ],
 )
-def test_sizes_that_cannot_work_are_refused(sizes: dict[str, float], text: str) -> None:
+def test_sizes_that_cannot_work_are_refused(sizes: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError) as refused:
         make_config("cpu", 0, **sizes)
     assert str(refused.value) == text
-    assert set(sizes) <= set(CPU_SIZES)
+    assert set(sizes) <= {*CPU_SIZES, "cp", "cp_comm"}
 
 
 @pytest.mark.parametrize("size", ["dim", "ffn"])

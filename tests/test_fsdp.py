@@ -61,7 +61,7 @@ def documents() -> data.Documents:
 def batch_of(rank: int) -> model.Batch:
     pack = thdops.PackedSequences.allocate(SIZES["max_tokens"], SIZES["max_seqs"], pad_multiple=config().pad_multiple)
     pack.load_(data.draw(documents(), config(), rank))
-    return model.Batch(*(getattr(pack, name) for name in model.Batch._fields))
+    return model.Batch.of(pack)
 
 
 def step(parallelize: Callable[[model.PackedMoE], None], rank: int, scale: float = 1.0) -> Found:

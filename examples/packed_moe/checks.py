@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import thdops
+from packed_moe import parallel
+from packed_moe.model import Batch
 from packed_moe.training import METRICS, Trainer, poisoned_memory
 
 if TYPE_CHECKING:
@@ -54,7 +56,7 @@ def check_padding(trainer: Trainer, mode: str, when: str) -> list[Check]:
     that a row that nobody writes shows. Leaves the trainer as it was.
     """
     batch = trainer.batch
-    padding = thdops.padding_mask(batch.cu_seqlens, batch.cu_seqlens_padded, trainer.config.max_tokens)
+    padding = thdops.padding_mask(*batch.own, len(trainer.probe))
     leaks: list[str] = []
     results: list[list[Tensor]] = []
     with poisoned_memory(True):
@@ -92,10 +94,39 @@ def check_compiled(trainer: Trainer, when: str) -> list[Check]:
     for forward in (trainer.model, trainer.forward):
         loss = forward(trainer.batch, trainer.probe).total
         results.append([loss.detach(), *torch.autograd.grad(loss, trainer.parameters)])
-    loss, *gradients = (float((c - e).norm() / e.norm().clamp(min=1e-30)) for e, c in zip(*results, strict=True))
+    loss, *gradients = (_distance(compiled, eager) for eager, compiled in zip(*results, strict=True))
     seen = f"loss {loss:.1e} off, gradients up to {max(gradients):.1e}, {when}"
     held = loss <= allowed_loss and max(gradients) <= allowed_gradient
     return [Check("compile", "a step equals eager's up to rounding", held, seen)]
+
+
+def check_ranks(trainer: Trainer, mode: str, when: str) -> list[Check]:
+    """The ranks' losses and gradients against those of one process that has all rows, from the present weights on the loaded batch.
+
+    Every rank does both, and sees whether they agree.
+    """
+    if trainer.group is None:
+        return []
+    config, device = trainer.config, trainer.probe.device
+    with parallel.alone():
+        model: Any = trainer.build(config).to(device)
+    model.load_state_dict(trainer.model.state_dict())
+    probe = torch.zeros(config.max_tokens, config.dim, device=device, requires_grad=True)
+    alone = model(Batch.of(trainer.packed), probe)
+    expected = torch.autograd.grad(alone.total, list(model.parameters()))
+    losses = trainer.model(trainer.batch, trainer.probe)
+    gradients = parallel.added_up(*torch.autograd.grad(losses.total, trainer.parameters))
+    loss = max(_distance(ours, theirs) for ours, theirs in zip(losses[:4], alone[:4], strict=True))
+    gradient = max(map(_distance, gradients, expected))
+    allowed_loss, allowed_gradient = STEP_TOLERANCE[config.autocast]
+    seen = f"losses up to {loss:.1e} off, gradients up to {gradient:.1e}, {when}"
+    held = loss <= allowed_loss and gradient <= allowed_gradient
+    return [Check(mode, f"{config.cp} ranks equal one up to rounding", held, seen)]
+
+
+def _distance(found: Tensor, expected: Tensor) -> float:
+    """Relative, by norm."""
+    return float((found - expected).detach().norm() / expected.detach().norm().clamp(min=1e-30))
 
 
 def check_history(history: Tensor, mode: str) -> list[Check]:

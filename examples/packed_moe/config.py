@@ -35,6 +35,9 @@ class Config:
     z_coeff: float = 1e-3
     weight_decay: float = 0.01
     clip: float = 1.0
+    cp: int = 1
+    """How many ranks share out the rows of a batch, and by which `comm` of `thdops.context_parallel.attention`."""
+    cp_comm: str = "p2p"
 
     def learning_rate(self, step: int) -> float:
         """Linear warm-up over a tenth of the steps, then a cosine down to a tenth of the peak."""
@@ -80,7 +83,7 @@ GPU_SIZES = {
 }
 
 
-def make_config(device: str, seed: int, **given: int | float | None) -> Config:
+def make_config(device: str, seed: int, **given: int | float | str | None) -> Config:
     """The device's default sizes with what the user gave put over them. Raises `UserError` for sizes that cannot work."""
     sizes = dict(GPU_SIZES if device == "cuda" else CPU_SIZES)
     sizes.update({name: value for name, value in given.items() if value is not None})
@@ -106,6 +109,12 @@ def _validate(config: Config) -> None:
         )
     if config.max_tokens < 2 * config.pad_multiple:
         raise refuse("--max-tokens", f"hold two padded documents ({2 * config.pad_multiple} rows)", config.max_tokens, "raise it")
+    if config.pad_multiple % (2 * config.cp):
+        fix = "each rank has two pieces of every document; pass the same to the run that it is compared with"
+        raise refuse("--pad-multiple", f"be a multiple of 2 * --cp ({2 * config.cp})", config.pad_multiple, fix)
+    if config.cp_comm == "a2a" and config.kv_heads % config.cp:
+        fix = "each rank has as many heads; use another --cp-comm"
+        raise refuse("--kv-heads", f"be a multiple of --cp ({config.cp}) with --cp-comm a2a", config.kv_heads, fix)
     if config.heads % config.kv_heads:
         raise refuse("--heads", f"be a multiple of --kv-heads ({config.kv_heads})", config.heads, "change one of them")
     if config.head_dim % 8 or not 16 <= config.head_dim <= 256:

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from packed_moe import checkpoint
-from packed_moe.checks import Check, check_compiled, check_history, check_padding
+from packed_moe import checkpoint, parallel
+from packed_moe.checks import Check, check_compiled, check_history, check_padding, check_ranks
 from packed_moe.config import Config
 from packed_moe.data import Documents, draw
 from packed_moe.model import PackedMoE
@@ -66,11 +66,13 @@ class Result:
 
 
 class Job(NamedTuple):
-    """What is trained: a model, the checks that it adds (from a trainer, the mode and when), its own default sizes on a CPU."""
+    """What is trained: a model, the checks that it adds (from a trainer, the mode and when), its own default sizes on a CPU, and
+    whether it can share out rows among ranks."""
 
     build: Callable[[Config], nn.Module] = PackedMoE
     checks: Callable[[Trainer, str, str], list[Check]] = lambda trainer, mode, when: []
     cpu_sizes: Mapping[str, int | float] = MappingProxyType({})
+    context_parallel: bool = True
 
 
 def run_mode(
@@ -110,8 +112,9 @@ def run_mode(
                 progress.update(done, float(history[step, 0]))
                 if check_now:
                     checks += check_padding(trainer, mode, f"after step {done}")
+                    checks += check_ranks(trainer, mode, f"after step {done}")
                     checks += check_compiled(trainer, f"after step {done}") if mode == "compile" else []
-                if save_now:
+                if save_now and parallel.is_first():
                     saved = {"run": identity, "step": done, "state": trainer.state(), "history": history[:done]}
                     checkpoint.save(path, saved)
                 clock.start()

@@ -18,9 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import thdops
+from packed_moe import parallel
 from packed_moe.config import Config
+from thdops import RouterOutput
 from thdops.integrations.grouped import grouped_linear
-from thdops.packing import IGNORE_INDEX
+from thdops.packing import IGNORE_INDEX, PackedSequences
 
 VOCABULARY = 256
 
@@ -28,14 +30,40 @@ Tap = Callable[[str, Tensor], Tensor]
 """Sees a named intermediate tensor and returns what to go on with; the checks look through it."""
 
 
+class Share(NamedTuple):
+    """Of a rank's rows: the place of each in its whole sequence [T], and where they stand among themselves [B+1]."""
+
+    positions: Tensor
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor
+
+
 class Batch(NamedTuple):
-    """The tensors of a packed batch that the model reads: tokens and labels [T], metadata [B+1], number of valid tokens (0-d)."""
+    """The tensors of a packed batch that the model reads: tokens and labels [T], metadata [B+1], number of valid tokens (0-d).
+
+    Where ranks share out the rows of a batch, tokens, labels and `share` are of this rank's T rows, all else of the whole batch.
+    """
 
     tokens: Tensor
     labels: Tensor
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor
     num_tokens: Tensor
+    share: Share | None = None
+
+    @classmethod
+    def of(cls, pack: PackedSequences, group: str | None = None) -> Batch:
+        """What a pack holds, or this rank's share of it."""
+        if group is None:
+            return cls(pack.tokens, pack.labels, pack.cu_seqlens, pack.cu_seqlens_padded, pack.num_tokens)
+        mine = pack.shard(group)
+        share = Share(mine.positions, mine.local_cu_seqlens, mine.local_cu_seqlens_padded)
+        return cls(mine.tokens, mine.labels, mine.cu_seqlens, mine.cu_seqlens_padded, mine.num_tokens, share)
+
+    @property
+    def own(self) -> tuple[Tensor, Tensor]:
+        """Where the rows of `tokens` stand: what everything but attention goes by."""
+        return (self.cu_seqlens, self.cu_seqlens_padded) if self.share is None else self.share[1:]
 
 
 class Losses(NamedTuple):
@@ -79,6 +107,7 @@ class Attention(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.group, self.comm = parallel.group(), config.cp_comm
         self.qkv = nn.Linear(config.dim, (self.heads + 2 * self.kv_heads) * self.head_dim, bias=False)
         self.out = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
 
@@ -90,7 +119,10 @@ class Attention(nn.Module):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         """`[T, H, head_dim]`."""
-        return thdops.attention(q, k, v, rows.cu_seqlens, cu_seqlens_q_padded=rows.cu_seqlens_padded, causal=True)
+        if self.group is None:
+            return thdops.attention(q, k, v, rows.cu_seqlens, cu_seqlens_q_padded=rows.cu_seqlens_padded, causal=True)
+        metadata = (rows.cu_seqlens, rows.cu_seqlens_padded)
+        return thdops.context_parallel.attention(q, k, v, *metadata, group=self.group, comm=self.comm, causal=True)
 
 
 class MixtureOfExperts(nn.Module):
@@ -99,7 +131,7 @@ class MixtureOfExperts(nn.Module):
     def __init__(self, config: Config) -> None:
         super().__init__()
         self.experts, self.topk = config.experts, config.topk
-        self.aux_coeff, self.z_coeff = config.aux_coeff, config.z_coeff
+        self.aux_coeff, self.z_coeff, self.group = config.aux_coeff, config.z_coeff, parallel.group()
         self.dtype = torch.bfloat16 if config.autocast else torch.float32
         self.router = _weight(config.dim, config.experts, fan_in=config.dim)
         self.up = _weight(config.experts, config.dim, config.ffn, fan_in=config.dim)
@@ -124,7 +156,15 @@ class MixtureOfExperts(nn.Module):
         sorted_rows, offsets, row_map = thdops.permute_tokens(x.to(self.dtype), routed.routing, self.experts)
         hidden = F.silu(grouped_linear(sorted_rows, self.up, offsets))
         out = thdops.unpermute_tokens(grouped_linear(hidden, self.down, offsets), row_map, routed.probs)
-        return out, routed.aux_loss, routed.z_loss
+        return out, *self._losses(routed, rows.num_tokens)
+
+    def _losses(self, routed: RouterOutput, num_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """(aux loss, z-loss) of the whole batch."""
+        if self.group is None:
+            return routed.aux_loss, routed.z_loss
+        scores, counts, z = parallel.added_up(routed.sums.scores, routed.sums.counts, routed.sums.z)
+        aux = thdops.aux_loss_from_sums(scores, counts, num_tokens, topk=self.topk, coeff=self.aux_coeff)
+        return aux, thdops.z_loss_from_sums(z, num_tokens, self.z_coeff)
 
 
 class Block(nn.Module):
@@ -154,7 +194,7 @@ class PackedMoE(nn.Module):
         self.head = nn.Linear(config.dim, VOCABULARY, bias=False)
         half = config.head_dim // 2
         self.register_buffer("rotary", 10_000.0 ** (-torch.arange(half) / half), persistent=False)
-        self.autocast = config.autocast
+        self.autocast, self.group = config.autocast, parallel.group()
 
     def make_blocks(self, config: Config) -> nn.ModuleList:
         """The layers between embedding and head."""
@@ -170,13 +210,15 @@ class PackedMoE(nn.Module):
             return self._losses(batch, probe, tap)
 
     def _rows(self, batch: Batch) -> Rows:
-        metadata = (batch.cu_seqlens, batch.cu_seqlens_padded, batch.tokens.shape[0])
-        angles = thdops.positions(*metadata)[:, None, None].float() * self.rotary
-        return Rows(*metadata[:2], thdops.padding_mask(*metadata), batch.num_tokens, angles.cos(), angles.sin())
+        rows = batch.tokens.shape[0]
+        positions = thdops.positions(*batch.own, rows) if batch.share is None else batch.share.positions
+        angles = positions[:, None, None].float() * self.rotary
+        padding = thdops.padding_mask(*batch.own, rows)
+        return Rows(batch.cu_seqlens, batch.cu_seqlens_padded, padding, batch.num_tokens, angles.cos(), angles.sin())
 
     def _losses(self, batch: Batch, probe: Tensor, tap: Tap) -> Losses:
         rows = self._rows(batch)
-        x = thdops.zero_fill(self.embedding(batch.tokens), batch.cu_seqlens, batch.cu_seqlens_padded) + probe
+        x = thdops.zero_fill(self.embedding(batch.tokens), *batch.own) + probe
         aux = z = x.new_zeros(())
         for block in self.blocks:
             x, block_aux, block_z = block(x, rows, tap)
@@ -186,10 +228,13 @@ class PackedMoE(nn.Module):
         return Losses(cross_entropy + aux + z, cross_entropy, aux, z, padding)
 
     def cross_entropy(self, x: Tensor, labels: Tensor) -> Tensor:
-        """Of the residual stream's end `[T, D]`, in nats per label; 0 where there is none."""
+        """Of the residual stream's end `[T, D]`, in nats per label of the whole batch; 0 where there is none."""
         logits = self.head(self.norm(x)).float()
         summed = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-        return summed / (labels != IGNORE_INDEX).sum().clamp(min=1)
+        counted = (labels != IGNORE_INDEX).sum()
+        if self.group is not None:
+            summed, counted = parallel.added_up(summed, counted)
+        return summed / counted.clamp(min=1)
 
 
 def largest_on_padding(x: Tensor, padding: Tensor) -> Tensor:

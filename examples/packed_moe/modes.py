@@ -71,7 +71,7 @@ def _cpp_compiler() -> bool:
 def _graphed(trainer: Trainer) -> Runner:
     """The whole step (gradients zeroed, forward, backward, clip, update) captured once, replayed for every step."""
     captured: graphs.Captured | None = None
-    addresses = tuple(tensor.data_ptr() for tensor in trainer.batch)
+    addresses = tuple(tensor.data_ptr() for tensor in trainer.packed.tensors())
 
     def run() -> None:
         nonlocal captured
@@ -82,7 +82,7 @@ def _graphed(trainer: Trainer) -> Runner:
     def checks(steps: int) -> list[Check]:
         report = None if captured is None else captured.report
         captures, replays = (report.captures, report.replays) if report else (0, 0)
-        moved = addresses != tuple(tensor.data_ptr() for tensor in trainer.batch)
+        moved = addresses != tuple(tensor.data_ptr() for tensor in trainer.packed.tensors())
         detail = f"{captures} capture, {replays} replays, {steps} steps" + ", buffers moved" * moved
         return [Check("cudagraph", "one graph served every step", captures == 1 and replays == steps and not moved, detail)]
 

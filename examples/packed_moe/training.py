@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils import deterministic
 
 import thdops
+from packed_moe import parallel
 from packed_moe.config import Config
 from packed_moe.model import Batch, Losses, PackedMoE, largest_on_padding
 from thdops.packing import PackedSequences
@@ -40,14 +41,14 @@ class Trainer:
 
     def __init__(self, config: Config, build: Callable[[Config], nn.Module] = PackedMoE) -> None:
         """`build` makes the model: called with (Batch, probe, tap), as `PackedMoE`, it gives `Losses`."""
-        self.config = config
+        self.config, self.build = config, build
         device = torch.device(config.device)
         torch.manual_seed(config.seed)
         self.model: Any = build(config).to(device)
         self.parameters = list(self.model.parameters())
         self.packed = PackedSequences.allocate(config.max_tokens, config.max_seqs, pad_multiple=config.pad_multiple, device=device)
-        self.batch = Batch(*(getattr(self.packed, name) for name in Batch._fields))
-        self.probe = torch.zeros(config.max_tokens, config.dim, device=device, requires_grad=True)
+        self.group = parallel.group()
+        self.probe = torch.zeros(config.max_tokens // config.cp, config.dim, device=device, requires_grad=True)
         self.rate = torch.zeros((), device=device)
         self.optimizer = torch.optim.AdamW(
             self.parameters,
@@ -58,7 +59,11 @@ class Trainer:
         )
         self.metrics = torch.zeros(len(METRICS), device=device)
         self.forward: Callable[[Batch, Tensor], Losses] = self.model
-        self.gradients = [torch.zeros_like(leaf, requires_grad=False) for leaf in (*self.parameters, self.probe)]
+        # In one buffer, so that ranks can add them up in one message.
+        self.flat_gradients = torch.zeros(sum(p.numel() for p in self.parameters), device=device)
+        parts = self.flat_gradients.split([p.numel() for p in self.parameters])
+        self.gradients = [part.view_as(parameter) for part, parameter in zip(parts, self.parameters, strict=True)]
+        self.gradients.append(torch.zeros_like(self.probe, requires_grad=False))
         self._create_optimizer_state()
 
     def _create_optimizer_state(self) -> None:
@@ -68,6 +73,11 @@ class Trainer:
         self.optimizer.step()  # at rate 0 and gradient 0: changes nothing but the step count
         for state in self.optimizer.state.values():
             state["step"].zero_()
+
+    @property
+    def batch(self) -> Batch:
+        """What is loaded, or this rank's rows of it."""
+        return Batch.of(self.packed, self.group)
 
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a step changes and the next one needs, by a stable name."""
@@ -95,13 +105,16 @@ class Trainer:
 
     def step(self) -> None:
         """Forward, backward, clip, update; the numbers go to `metrics`. What a CUDA graph captures as it is."""
-        for gradient in self.gradients:
+        for gradient in (self.flat_gradients, self.gradients[-1]):
             gradient.zero_()
-        losses = self.forward(self.batch, self.probe)
+        batch = self.batch
+        losses = self.forward(batch, self.probe)
         losses.total.backward()
+        if self.group is not None:
+            torch.distributed.all_reduce(self.flat_gradients)
         norm = torch.nn.utils.clip_grad_norm_(self.parameters, self.config.clip)
         self.optimizer.step()
-        padding = thdops.padding_mask(self.batch.cu_seqlens, self.batch.cu_seqlens_padded, self.config.max_tokens)
+        padding = thdops.padding_mask(*batch.own, len(self.probe))
         leaked = largest_on_padding(self.gradients[-1], padding)
-        numbers = (*losses[:4], self.batch.num_tokens, norm, losses.padding, leaked)
+        numbers = (*losses[:4], batch.num_tokens, norm, losses.padding, leaked)
         self.metrics.copy_(torch.stack([number.detach().float() for number in numbers]))
