@@ -1,14 +1,18 @@
 """Context-parallel attention between processes: four Gloo ranks, as one group, as two pairs and as a mesh, eager and compiled.
 
+On GPUs: NCCL with one rank, and with two where there are two GPUs; eager, compiled, and captured and replayed with other lengths.
+
 T rows of the whole batch, W ranks.
 """
 
 from __future__ import annotations
 
 import datetime
+import gc
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -16,19 +20,24 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from attention_oracle import Batch
 from context_parallel_problems import LAYOUTS, MASKS, WINDOWS, Problem, Results, compare, one_device, problem, results, rows_of
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from thdops import context_parallel
+from thdops.bench import Row
+from thdops.bench_ranks import Shape, hidden, rows_of_rank
 from thdops.integrations.megatron import DotProductAttention
+from thdops.packing import PackedSequences
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="torch is built without torch.distributed or Gloo"
 )
 
 RANKS = 4
+TINY = Shape(2, 16, (4, 4), 16)
 TIMEOUT = datetime.timedelta(seconds=120)
 
 
@@ -121,6 +130,15 @@ def refusals(groups: dict[str, Any]) -> list[str]:
     return [told(context_parallel.attention, *qkv, given.cu_seqlens, given.padded, **call) for call in calls]
 
 
+def shares(groups: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
+    """Which rows of a pack each group leaves to this rank, in eager mode and compiled."""
+    pack = PackedSequences.allocate(64, 2, pad_multiple=2 * RANKS)
+    own = {name: group for name, group in groups.items() if name != "another's pair"}
+    found = {name: tuple(pack.shard(group, "contiguous").share) for name, group in own.items()}
+    compiled = torch.compile(lambda pack: pack.shard(groups["mesh"]).share, fullgraph=True, backend="aot_eager")
+    return {**found, "compiled": tuple(compiled(pack))}
+
+
 def told(function: Callable[..., Any], *args: Any, **kwargs: Any) -> str:
     try:
         function(*args, **kwargs)
@@ -184,9 +202,20 @@ def run_rank(rank: int, folder: str) -> None:
     found: dict[str, Any] = {name: tuple(run_case(case, groups, rank)) for name, case in CASES.items()}
     found["refusals"] = refusals(groups)
     found["megatron"] = run_megatron(groups, rank)
+    found["shares"] = shares(groups)
+    found["bench"] = [tuple(asdict(row).values()) for row in rows_of_rank(torch.device("cpu"), groups["world"], [TINY], "forward")]
     torch.save(found, f"{folder}/{rank}.pt")
     dist.barrier()  # a rank that leaves early takes its end of the others' connections with it
     Path(folder, f"{rank}.txt").write_text(left_alone(groups, rank))
+
+
+def run_processes(function: Callable[..., None], ranks: int, *args: Any) -> None:
+    """`function(rank, *args)` in a process for each rank; all have ended well, or this raises."""
+    context = spawn(function, args, ranks, join=False, daemon=True)
+    assert context is not None
+    deadline = time.monotonic() + 2 * TIMEOUT.total_seconds()
+    while not context.join(timeout=max(deadline - time.monotonic(), 0)):
+        assert time.monotonic() < deadline, "the processes did not end in time"
 
 
 # --- against one device ----------------------------------------------------------------------------------------------------------
@@ -196,11 +225,7 @@ def run_rank(rank: int, folder: str) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each rank found."""
     folder = tmp_path_factory.mktemp("ranks")
-    context = spawn(run_rank, (str(folder),), RANKS, join=False, daemon=True)
-    assert context is not None
-    deadline = time.monotonic() + 2 * TIMEOUT.total_seconds()
-    while not context.join(timeout=max(deadline - time.monotonic(), 0)):
-        assert time.monotonic() < deadline, "the processes did not end in time"
+    run_processes(run_rank, RANKS, str(folder))
     return folder
 
 
@@ -249,7 +274,205 @@ def test_a_group_that_does_not_fit_is_refused(ranks: list[dict[str, Any]]) -> No
         )
 
 
+def test_a_pack_is_shared_out_by_any_kind_of_group(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        expected = {name: (*place_in(name, rank), "contiguous") for name in found["shares"]}
+        assert found["shares"] == {**expected, "compiled": (RANKS, rank, "zigzag")}
+
+
+def test_the_benchmark_compares_then_times(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        rows = [Row(*values) for values in found["bench"]]
+        assert not [row.note for row in rows if row.failed]
+        assert [row.provider for row in rows] == ["4 ranks", "one GPU", "steps", "exchanges"] * 3
+        assert [row.bench for row in rows[::4]] == [f"{TINY}, forward, {comm}" for comm in ("p2p", "all_gather", "a2a")]
+        for together, alone, steps, exchanges in zip(*(iter(rows),) * 4, strict=True):
+            assert None not in (together.us, alone.us, steps.us, exchanges.us)
+            assert alone.speedup == alone.us / together.us
+            assert together.note == hidden(together.us, steps.us, exchanges.us)
+    assert ranks[0]["bench"] == ranks[3]["bench"]  # the slowest rank's times, on every rank
+
+
 def test_a_rank_whose_neighbour_died_is_told(folder: Path) -> None:
     text = (folder / "2.txt").read_text()
     assert text.startswith("RuntimeError: context_attention: group must carry every exchange, got an error in ")
     assert text.endswith("; see whether a rank died, or called it with other shapes or another comm")
+
+
+# --- NCCL ------------------------------------------------------------------------------------------------------------------------
+
+GPU_CASES = {
+    "ring": Case("p2p", "world", MASKS["causal, sink"]),
+    "gather": Case("all_gather", "mesh", WINDOWS["causal window"]),
+    "share heads": Case("a2a", "name", MASKS["causal, sink"]),
+    "heads and ring": Case("a2a+p2p", "mesh of two dimensions", MASKS["causal"]),
+}
+MODES = ("eager", "compiled", "captured")
+# As many rows and sequences each, so that one captured graph serves all.
+LENGTHS = (
+    LAYOUTS["gaps"],
+    Batch([64, 0, 0, 0], [64, 0, 0, 0], 64),
+    Batch([0, 7, 13, 1], [8, 8, 16, 8], 64, before=8),
+    Batch([0, 0, 0, 0], [8, 24, 8, 16], 64),
+)
+TOLERANCE = {"cuda": 3e-2, "cpu": 1e-5}  # bf16 and fp32
+GPU_TIMEOUT = datetime.timedelta(seconds=8)
+
+
+def problem_on(device: str, options: dict[str, Any], batch: Batch) -> Problem:
+    given = problem(batch, options, dims=(64, 64), dtype=torch.bfloat16 if device == "cuda" else torch.float32)
+
+    def moved(value: Any) -> Any:
+        return tuple(map(moved, value)) if type(value) is tuple else value.to(device) if isinstance(value, Tensor) else value
+
+    return Problem(*map(moved, given))
+
+
+def share_of(given: Problem, rows: Tensor) -> Problem:
+    q, k, v = (x[rows] for x in given.qkv)
+    return given._replace(qkv=(q, k, v), grad_out=given.grad_out[rows], grad_lse=given.grad_lse[:, rows])
+
+
+def load_(buffers: Problem, given: Problem) -> None:
+    """Another problem at the same addresses."""
+
+    def tensors(of: Problem) -> list[Tensor]:
+        return [x for x in (of.cu_seqlens, of.padded, *of.qkv, of.sink, of.grad_out, of.grad_lse) if x is not None]
+
+    for buffer, new in zip(tensors(buffers), tensors(given), strict=True):
+        buffer.copy_(new)
+
+
+def run_mode(mode: str, case: Case, group: Any, rank: int, size: int, device: str) -> None:
+    """The rank finds its rows of what one device finds, whatever lengths stand in the same buffers."""
+
+    def rows(given: Problem) -> Tensor:
+        return context_parallel.partition_indices(given.offsets, given.batch.total, size, rank).long()
+
+    problems = [problem_on(device, case.options, batch) for batch in LENGTHS]
+    start = problem_on(device, case.options, LENGTHS[0])
+    buffers = share_of(start, rows(start))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, **more: Any) -> Any:
+        how = {"group": group, "comm": case.comm, **case.options, **more}
+        return context_parallel.attention(q, k, v, buffers.cu_seqlens, buffers.padded, **how)
+
+    function = torch.compile(attend, fullgraph=True, backend="aot_eager") if mode == "compiled" else attend
+
+    def call() -> Results:
+        return results(function, buffers.qkv, buffers.sink, buffers.grad_out, buffers.grad_lse)
+
+    run = replayed(call) if mode == "captured" and device == "cuda" else call
+    for given in problems:
+        own = rows(given)
+        load_(buffers, share_of(given, own))
+        found, whole = run(), one_device(given)
+        expected, padding = rows_of(whole, own), given.batch.padding().to(device)[own]
+        found, shares = found._replace(gradients=found.gradients[:3]), found.gradients[3:]
+        compare(found, expected._replace(gradients=expected.gradients[:3]), padding, TOLERANCE[device])
+        for share, total in zip(shares, whole.gradients[3:], strict=True):
+            summed = share.clone()
+            dist.all_reduce(summed)
+            torch.testing.assert_close(summed, total, rtol=TOLERANCE[device], atol=TOLERANCE[device])
+
+
+def replayed(call: Callable[[], Results]) -> Callable[[], Results]:
+    """A graph of `call`, exchanges and backward included; every replay gives the same tensors."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        captured = call()
+
+    def replay() -> Results:
+        torch.cuda.set_sync_debug_mode("error")
+        graph.replay()
+        torch.cuda.set_sync_debug_mode("default")
+        return captured
+
+    return replay
+
+
+def run_gpu_case(process: int, folder: str, size: int, device: str = "cuda") -> None:
+    """One rank of one case, in every mode; what went wrong goes to a file. A case's ranks are `size` processes side by side."""
+    (name, case), rank = list(GPU_CASES.items())[process // size], process % size
+    folder = f"{folder}/{name}"
+    start_gpu_rank(rank, folder, size, device, TIMEOUT)
+    world = dist.group.WORLD
+    assert world is not None
+    groups: dict[str, Callable[[], Any]] = {
+        "world": lambda: world,
+        "name": lambda: world.group_name,
+        "mesh": lambda: init_device_mesh(device, (size,)),
+        "mesh of two dimensions": lambda: init_device_mesh(device, (size, 1)),
+    }
+    group = groups[case.group]()
+    found = {mode: raised(run_mode, mode, case, group, rank, size, device) for mode in MODES}
+    torch.save(found, f"{folder}/{rank}.pt")
+    gc.collect()  # graphs hold on to communicators
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def start_gpu_rank(rank: int, folder: str, size: int, device: str, timeout: datetime.timedelta) -> None:
+    how: dict[str, Any] = {"backend": "gloo"}
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+        how = {"backend": "nccl", "device_id": torch.device("cuda", rank)}
+    dist.init_process_group(init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout, **how)
+
+
+def raised(function: Callable[..., None], *args: Any) -> str:
+    try:
+        function(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def run_gpu_rank_left_alone(rank: int, folder: str, size: int) -> None:
+    """Rank 1 dies between two calls; rank 0 goes on."""
+    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # or the end waits for a report that nobody reads
+    start_gpu_rank(rank, folder, size, "cuda", GPU_TIMEOUT)
+    world = dist.group.WORLD
+    assert world is not None
+    given = problem_on("cuda", MASKS["causal"], LENGTHS[0])
+    rows = context_parallel.partition_indices(given.offsets, given.batch.total, size, rank).long()
+    for death in (False, True):
+        if death and rank == 1:
+            os._exit(0)
+        q, k, v = (x[rows] for x in given.qkv)
+        context_parallel.attention(q, k, v, given.cu_seqlens, given.padded, group=world, causal=True)
+        torch.cuda.synchronize()
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
+def gpu_ranks(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, str]]]:
+    """By case and rank, what went wrong in each mode. All cases at once: most of their time is compilation."""
+    size, gpus = request.param, torch.cuda.device_count()
+    if gpus < size:
+        pytest.skip(f"{size} NCCL ranks need as many GPUs, here are {gpus}")
+    folder = tmp_path_factory.mktemp("nccl")
+    for name in GPU_CASES:
+        (folder / name).mkdir()
+    run_processes(run_gpu_case, size * len(GPU_CASES), str(folder), size)
+    return {name: [torch.load(folder / name / f"{rank}.pt", weights_only=True) for rank in range(size)] for name in GPU_CASES}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_nccl_ranks_find_their_rows_of_what_one_gpu_finds(name: str, mode: str, gpu_ranks: dict[str, list[dict[str, str]]]) -> None:
+    assert {rank: found[mode] for rank, found in enumerate(gpu_ranks[name]) if found[mode]} == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_an_nccl_rank_whose_neighbour_died_ends_with_an_error(tmp_path: Path) -> None:
+    with pytest.raises((ProcessExitedException, ProcessRaisedException)) as ended:
+        run_processes(run_gpu_rank_left_alone, 2, str(tmp_path), 2)
+    assert ended.value.error_index == 0
