@@ -80,8 +80,23 @@ def compile_all() -> None:
         for call, grad_call in calls():
             kernels.attention(call)
             kernels.attention_grad(grad_call)
+        _launch_sections()
     with multiprocessing.get_context("fork").Pool(2) as pool:  # forked, for the launches that were noted
         print(json.dumps(dict(zip(_launches, pool.map(_outcome, _launches, chunksize=1), strict=True))))
+
+
+def _launch_sections() -> None:
+    """What context parallelism launches: the first section of keys, one between others, the last one; gradients that are added."""
+    from thdops.ops.attention_thd import kernels
+
+    call, grad_call = _call(torch.bfloat16, 128, 128, LONG, False, True, "vanilla", 0.0)
+    out, sums, lse, none = torch.empty_like(call.q), call.q.float(), torch.empty(4, LONG), torch.empty(0)
+    for to, before in ((sums, None), (sums, sums), (out, sums)):
+        kernels.attention_into(call, kernels.Found(to, lse, none, before, lse))
+    for reduces in (False, True):
+        upstream = kernels.attention_upstream(grad_call, none, reduces)
+        kernels.attention_grad_queries(grad_call, upstream, sums, adds=True)
+        kernels.attention_grad_keys(grad_call, upstream, call.k.float(), call.v.float(), adds=True)
 
 
 class _Enough(Exception):
@@ -93,10 +108,10 @@ _launches: dict[str, Any] = {}
 
 def _note(kernel: Any, grid: Any, args: tuple[Any, ...], constexprs: tuple[Any, ...], options: dict[str, int]) -> None:
     if "hopper" in kernel.fn.__module__:
-        (dtype,) = {x.dtype for x in args if isinstance(x, torch.Tensor)} & {torch.bfloat16, torch.float16}
         flags = [bool(constant) for name, constant in zip(kernel.arg_names[len(args) :], constexprs, strict=True) if name in WINDOW]
         launch = (kernel, grid, args, constexprs, options, all(flags))
-        _launches[f"{kernel.__name__} {' '.join(map(str, constexprs))} {dtype}"] = launch
+        given = "".join("-" if x is None else "4" if getattr(x, "dtype", None) == torch.float32 else "." for x in args)
+        _launches[f"{kernel.__name__} {given} {' '.join(map(str, constexprs))} {args[0].base.dtype}"] = launch
 
 
 def _outcome(variant: str) -> Any:
@@ -134,10 +149,9 @@ def test_every_variant_compiles_fits_shared_memory_and_is_there() -> None:
     counts = Counter(f"{variant.split()[0]} {variant.split()[-1]}" for variant in outcomes)
     windows = len(WINDOWS)
     assert counts == {
-        "attention_forward torch.bfloat16": 4 * 2 * windows,  # the widest heads in twice as many settings instead
-        "keys_kernel torch.bfloat16": (4 + 2) * windows,
-        "queries_kernel torch.bfloat16": 4 * windows,
-        "convert_kernel torch.bfloat16": 1,
+        "attention_forward torch.bfloat16": 4 * 2 * windows + 3,  # the widest heads in twice as many settings instead; sections
+        "keys_kernel torch.bfloat16": (4 + 2) * windows + 2,
+        "queries_kernel torch.bfloat16": 4 * windows + 1,
         "attention_forward torch.float16": 1,
         "keys_kernel torch.float16": 1,
         "queries_kernel torch.float16": 1,

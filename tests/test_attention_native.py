@@ -222,6 +222,18 @@ def test_tile_table(sequences: int, bottom_right: bool) -> None:
     for tile, wanted in zip(tiles[: len(expected), :6].tolist(), expected, strict=True):
         fields = 6 if wanted[2] else 3  # what a tile without a valid row says of the other side is not read
         assert tile[:fields] == wanted[:fields]
+    sides = (*x.metadata(device), x.total), (*y.metadata(device), y.total)
+    if not bottom_right:
+        spread, _ = tile_table(*sides, False, 16, spread=True)
+        rows = tiles[: len(expected), :6].tolist()
+        assert spread[: len(expected), :6].tolist() == sorted(rows, key=lambda tile: -tile[5])
+    for owned in ("valid", "met") if sequences <= 40 else ():
+        few, (number, _) = (table.tolist() for table in tile_table(*sides, bottom_right, 16, owned))
+        assert [tile[1:3] for tile in few[:number]] == [[tile[2]] * 2 for tile in few[:number]]
+        kept = [tile for tile in expected if tile[2] > 0 and (owned == "valid" or tile[4] > 0)]
+        assert [[tile[i] for i in (0, 2, 3, 4, 5)] for tile in few[:number]] == [
+            [tile[i] for i in (0, 2, 3, 4, 5)] for tile in kept
+        ]
 
 
 # --- full sizes on a GPU --------------------------------------------------------------------------------------------------------

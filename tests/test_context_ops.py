@@ -5,6 +5,7 @@ References are held against loops over sequences; kernels (on CPU in Triton's in
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable
 from itertools import pairwise
@@ -280,6 +281,26 @@ def test_more_sequences_than_are_scanned_at_a_time(half: str | None) -> None:
     args = (batch.cu_seqlens.to(DEVICE), batch.padded.to(DEVICE), 2, 1, half, "zigzag")
     for got, expected in zip(kernel("local_cu_seqlens")(*args), reference.local_cu_seqlens(*args), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.skipif(why_not() != "" and DEVICE.type != "cuda", reason=why_not() or "interpreted")
+@pytest.mark.parametrize("partition", ["zigzag", "contiguous"])
+def test_all_ranks_metadata_in_one_launch(partition: str) -> None:
+    """Entries that are no multiple of a row's alignment, more of them than are scanned at a time, and none."""
+    from thdops.ops.context.kernels import all_local_cu_seqlens
+
+    for world, owned in ((4, [16, 0, 24, 8]), (2, [4 * (b % 4) for b in range(1500)]), (2, [])):
+        batch = batch_of([max(n - b % 7, 0) for b, n in enumerate(owned)], owned, world, before=2 * world)
+        metadata = batch.cu_seqlens.to(DEVICE), batch.padded.to(DEVICE)
+        valid, starts = all_local_cu_seqlens(*metadata, world, partition)
+        for rank, (half, rows) in itertools.product(range(world), enumerate((None, *HALVES))):
+            expected, padded = reference.local_cu_seqlens(*metadata, world, rank, rows, partition)
+            assert torch.equal(valid[rank, half], expected)
+            if rows is None:
+                middles = padded[:-1] + padded.diff() // 2
+                assert torch.equal(starts[0], padded)
+                assert torch.equal(starts[1, :-1], middles)
+                assert torch.equal(starts[1, -1], padded[-1])
 
 
 # --- calls -----------------------------------------------------------------------------------------------------------------------

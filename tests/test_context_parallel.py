@@ -19,7 +19,7 @@ from meta_kernels.context_attention import Call
 from thdops import context_parallel
 from thdops.context_parallel import ring, samples
 from thdops.context_parallel.communicator import AllToAll, Place, Shift, Steps, Wait, places, run_together
-from thdops.context_parallel.sections import Rows, Section
+from thdops.context_parallel.sections import Section, Whole
 
 CPU = torch.device("cpu")
 SIZES: list[Any] = [("p2p", 2), ("p2p", 4), ("all_gather", 2), ("all_gather", 4), ("a2a", 2), ("a2a", 4), ("a2a+p2p", (2, 2))]
@@ -163,7 +163,7 @@ def test_a_causal_ring_computes_no_pair_that_is_hidden_and_ranks_share_the_work(
 
     work = []
     for place in places([size]):
-        diagonal, others = ring._sections(call, Rows(given.cu_seqlens, given.offsets), place)
+        diagonal, others = ring._sections(call, Whole(given.cu_seqlens, given.offsets), place)
         work.append(sum(pairs(section) for section in (diagonal, *others) if section is not None))
     assert work == [work[0]] * size
     assert sum(work) == length * (length + 1) // 2
@@ -172,7 +172,7 @@ def test_a_causal_ring_computes_no_pair_that_is_hidden_and_ranks_share_the_work(
 def test_ranks_in_lock_step_exchange_along_an_axis_of_the_mesh() -> None:
     def talk(place: Place) -> Steps[list[float]]:
         x = torch.tensor([10.0 * place.ranks[0] + place.ranks[1]])
-        shifted = yield Wait((yield Shift(x, axis=0)))
+        (shifted,) = yield Wait((yield Shift((x,), axis=0)))
         blocks = yield AllToAll(x + torch.arange(2.0)[:, None] / 10, axis=1)
         return [float(shifted), *blocks.flatten().tolist()]
 

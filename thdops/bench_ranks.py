@@ -249,7 +249,7 @@ class _Tape:
     def __init__(self, call: Call | GradCall) -> None:
         self.call = call
         self.answers: list[tuple[Any, Any]] = []
-        algorithm, self.groups = run.of_this_rank(OP, call)
+        algorithm, self.groups = run.of_this_rank(OP, call, run.room_for(call))
 
         def answer(request: Any) -> Any:
             self.answers.append((request, answered(request, self.groups)))
@@ -258,10 +258,11 @@ class _Tape:
         drive(algorithm, answer)
 
     def steps(self) -> tuple[Tensor, ...]:
-        algorithm, _ = run.of_this_rank(OP, self.call)
+        results = run.room_for(self.call)
+        algorithm, _ = run.of_this_rank(OP, self.call, results)
         recorded = iter(self.answers)
         result = drive(algorithm, lambda request: next(recorded)[1])
-        return run.attended(self.call, [result]) if isinstance(self.call, Call) else run.gradients(self.call, [result])
+        return (run.attended if isinstance(self.call, Call) else run.gradients)(results, [result])
 
     def exchanges(self) -> None:
         begun: dict[int, Any] = {}

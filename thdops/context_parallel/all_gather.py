@@ -17,58 +17,61 @@ from torch import Tensor
 
 from meta_kernels.context_attention import Call, GradCall
 from thdops.context_parallel.communicator import AllGather, AllReduceMax, Place, ReduceScatter, Steps
-from thdops.context_parallel.ring import joined, parted
-from thdops.context_parallel.sections import (
-    Attended,
-    Gradients,
-    Rows,
-    Section,
-    attend_all,
-    from_row,
-    gradients_of_all,
-    rows_of,
-    up_to,
-)
+from thdops.context_parallel.sections import Attended, Gradients, Section, Whole, adding, attending, from_row, up_to
 
 
-def forward(call: Call, whole: Rows, place: Place) -> Steps[Attended]:
+def forward(call: Call, whole: Whole, place: Place, into: Attended | None = None) -> Steps[Attended]:
     k, v = yield from _gathered(call, whole, place)
-    result = attend_all(call._replace(k=k, v=v), _sections(call, whole, place))
+    found = attending(call, into)
+    for sections in _sections(call, whole, place):
+        for section in sections:
+            found.add(call._replace(k=k, v=v), section, last=section is sections[-1])
     if call.return_max_logit:
-        result = result._replace(max_logit=(yield AllReduceMax(result.max_logit)))
-    return result
+        return found.result._replace(max_logit=(yield AllReduceMax(found.result.max_logit)))
+    return found.result
 
 
-def backward(call: GradCall, whole: Rows, place: Place) -> Steps[Gradients]:
+def backward(call: GradCall, whole: Whole, place: Place, into: Gradients | None = None) -> Steps[Gradients]:
     k, v = yield from _gathered(call, whole, place)
-    dq, dk, dv, dsink = gradients_of_all(call._replace(k=k, v=v), _sections(call, whole, place))
-    by_rank = torch.ops.thdops.to_rank_order(joined(dk, dv), whole.padded, place.sizes[0], call.partition)
-    dkv = yield ReduceScatter(by_rank)
-    return Gradients(dq, *parted(dkv, call.k.shape[2]), dsink)
+    held, dkv = call._replace(k=k, v=v), None
+    sums = adding(held, whole.share(place.sizes[0], place.ranks[0], call.partition), into, hides=False)
+    for sections in _sections(call, whole, place):
+        for section in sections:
+            sums.add_queries(held, section)
+            dkv = sums.add_keys(held, section, dkv)
+    dk, dv = (torch.ops.thdops.to_rank_order(x, whole.rows.padded, place.sizes[0], call.partition) for x in dkv or ())
+    dk, dv = (yield ReduceScatter(dk)), (yield ReduceScatter(dv))
+    dq, dsink = sums.result()
+    return Gradients(dq, dk, dv, dsink)
 
 
-def _gathered(call: Call | GradCall, whole: Rows, place: Place) -> Steps[tuple[Tensor, Tensor]]:
+def _gathered(call: Call | GradCall, whole: Whole, place: Place) -> Steps[list[Tensor]]:
     """Keys and values of the whole batch, in its order."""
-    by_rank = yield AllGather(joined(call.k, call.v))
-    return parted(torch.ops.thdops.from_rank_order(by_rank, whole.padded, place.sizes[0], call.partition), call.k.shape[2])
+    gathered = []
+    for x in (call.k, call.v):
+        by_rank = yield AllGather(x)
+        gathered.append(torch.ops.thdops.from_rank_order(by_rank, whole.rows.padded, place.sizes[0], call.partition))
+    return gathered
 
 
-def _sections(call: Call | GradCall, whole: Rows, place: Place) -> list[Section]:
+def _sections(call: Call | GradCall, whole: Whole, place: Place) -> list[list[Section]]:
+    """For each chunk of the queries, or all of them, its sections."""
     size, rank, partition = place.sizes[0], place.ranks[0], call.partition
     right = 0 if call.causal else call.window_right
     if call.window_left < 0 and right < 0:
-        return [Section(rows_of(whole, size, rank, partition), whole)]
+        return [[Section(whole.share(size, rank, partition), whole.rows)]]
     if partition == "contiguous":
-        pieces, chunks = size, {rank: rows_of(whole, size, rank, partition)}
+        pieces, chunks = size, {rank: whole.share(size, rank, partition)}
     else:
         numbers = {"first": rank, "second": 2 * size - 1 - rank}
-        pieces, chunks = 2 * size, {number: rows_of(whole, size, rank, partition, half) for half, number in numbers.items()}
-    chunk = whole.padded.diff() // pieces
-    sections = []
+        pieces, chunks = 2 * size, {number: whole.share(size, rank, partition, half) for half, number in numbers.items()}
+    chunk = whole.rows.padded.diff() // pieces
+    by_chunk = []
     for number, queries in chunks.items():
-        keys = up_to(whole, (number + 1) * chunk)
-        sections.append(Section(queries, keys, causal=True, bottom_right=True, window=(call.window_left, 0)))
+        keys = up_to(whole.rows, (number + 1) * chunk)
+        sections = [Section(queries, keys, causal=True, bottom_right=True, window=(call.window_left, 0))]
         if right != 0:
-            keys = from_row(whole, number * chunk + 1)
+            keys = from_row(whole.rows, number * chunk + 1)
             sections.append(Section(queries, keys, window=(0, max(right - 1, -1)), has_sink=False))
-    return sections
+        by_chunk.append(sections)
+    return by_chunk

@@ -17,12 +17,12 @@ from torch import Tensor
 
 from meta_kernels.context_attention import Call, GradCall
 from thdops.context_parallel.communicator import AllGather, AllToAll, Place, Steps
-from thdops.context_parallel.sections import Attended, Gradients, Rows, Section, attend, gradients, rows_of
+from thdops.context_parallel.sections import Attended, Gradients, Section, Whole, attend, gradients
 
 _AXIS = -1  # heads are shared along the mesh's last axis
 
 
-def forward(call: Call, whole: Rows, place: Place, within: Callable[..., Steps[Attended]]) -> Steps[Attended]:
+def forward(call: Call, whole: Whole, place: Place, within: Callable[..., Steps[Attended]]) -> Steps[Attended]:
     heads = _Heads(call, whole, place)
     q, k, v = yield from heads.scattered((call.q, call.k, call.v))
     out, lse, max_logit = yield from within(call._replace(q=q, k=k, v=v, sink=heads.own(call.sink)), whole, place)
@@ -33,7 +33,7 @@ def forward(call: Call, whole: Rows, place: Place, within: Callable[..., Steps[A
     return Attended(out, _heads_first(lse), max_logit)
 
 
-def backward(call: GradCall, whole: Rows, place: Place, within: Callable[..., Steps[Gradients]]) -> Steps[Gradients]:
+def backward(call: GradCall, whole: Whole, place: Place, within: Callable[..., Steps[Gradients]]) -> Steps[Gradients]:
     heads = _Heads(call, whole, place)
     q, k, v, out, *grad_out = yield from heads.scattered((call.q, call.k, call.v, call.out, *_given(call.grad_out)))
     statistics = [_rows_first(x) for x in (call.lse, *_given(call.grad_lse))]
@@ -49,11 +49,11 @@ def backward(call: GradCall, whole: Rows, place: Place, within: Callable[..., St
 class _Heads:
     """Moves tensors [n, H, D] between "own rows, all heads" and "all rows in order, own heads"."""
 
-    def __init__(self, call: Call | GradCall, whole: Rows, place: Place) -> None:
+    def __init__(self, call: Call | GradCall, whole: Whole, place: Place) -> None:
         self.size, self.rank, self.partition = place.sizes[_AXIS], place.ranks[_AXIS], call.partition
         # The rows that this rank and those it shares heads with own together: a ring rank's, or all.
         ring, ring_rank = (place.sizes[0], place.ranks[0]) if len(place.sizes) > 1 else (1, 0)
-        self.padded = rows_of(whole, ring, ring_rank, call.partition).padded
+        self.padded = whole.share(ring, ring_rank, call.partition).padded
 
     def scattered(self, tensors: Sequence[Tensor]) -> Steps[list[Tensor]]:
         """[n, H, D] -> [W * n, h, D] each, in one message; of one dtype."""
@@ -87,19 +87,19 @@ class _Heads:
         return [part.reshape(block.shape) for part, block in zip(parts, blocks, strict=True)]
 
 
-def attend_alone(call: Call, whole: Rows, place: Place) -> Steps[Attended]:
+def attend_alone(call: Call, whole: Whole, place: Place) -> Steps[Attended]:
     """What a rank does with all rows."""
     yield from ()
     return attend(call, _section(call, whole))
 
 
-def gradients_alone(call: GradCall, whole: Rows, place: Place) -> Steps[Gradients]:
+def gradients_alone(call: GradCall, whole: Whole, place: Place) -> Steps[Gradients]:
     yield from ()
     return gradients(call, _section(call, whole))
 
 
-def _section(call: Call | GradCall, whole: Rows) -> Section:
-    return Section(whole, causal=call.causal, window=(call.window_left, call.window_right))
+def _section(call: Call | GradCall, whole: Whole) -> Section:
+    return Section(whole.rows, causal=call.causal, window=(call.window_left, call.window_right))
 
 
 def _given(tensor: Tensor | None) -> list[Any]:

@@ -1,9 +1,9 @@
 """How ranks talk: an algorithm yields what it wants from the others and is sent the answer.
 
     def algorithm(x):
-        pending = yield Shift(x)  # on its way to the next rank; the previous rank's x comes in
-        y = compute(x)            # meanwhile
-        x = yield Wait(pending)
+        pending = yield Shift((x,))  # on its way to the next rank; the previous rank's x comes in
+        y = compute(x)               # meanwhile
+        (x,) = yield Wait(pending)
 
 So an algorithm is written once, for one rank, and knows neither torch.distributed nor who drives it. `run` drives it on a process
 group: NCCL (its own stream carries what is on its way while kernels run on the current one) or Gloo. `run_together` steps W of
@@ -46,41 +46,41 @@ class Request:
 
 
 class Pending(NamedTuple):
-    """A tensor on its way, what it comes from (which must live until then), and the work to wait for."""
+    """Tensors on their way, what they come from (which must live until then), and the work to wait for."""
 
-    arriving: Tensor
-    leaving: Tensor
+    arriving: tuple[Tensor, ...]
+    leaving: tuple[Tensor, ...]
     works: list[dist.Work]
 
 
 @dataclass(frozen=True)
 class Shift(Request):
-    """Start sending x to the next rank; nobody writes into it any more. Answer: a `Pending` of the previous rank's, for `Wait`."""
+    """Start sending x, a tuple of tensors, to the next rank, as one message: they need not lie in one piece of memory. Answer: a
+    `Pending` of the previous rank's, for `Wait`. What arrives is the receiver's, to write into if the sender may; nobody else does.
+    """
+
+    x: Any
 
     def through(self, group: dist.ProcessGroup) -> Pending:
         rank, size = dist.get_rank(group), dist.get_world_size(group)
-        x = self.x.contiguous()
-        arriving = torch.empty_like(x)
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size),
-                dist.P2POp(dist.irecv, arriving, group=group, group_peer=(rank - 1) % size),
-            ]
-        )
-        return Pending(arriving, x, works)
+        leaving = tuple(x.contiguous() for x in self.x)
+        arriving = tuple(map(torch.empty_like, leaving))
+        sends = [dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % size) for x in leaving]
+        receipts = [dist.P2POp(dist.irecv, x, group=group, group_peer=(rank - 1) % size) for x in arriving]
+        return Pending(arriving, leaving, dist.batch_isend_irecv(sends + receipts))
 
     @staticmethod
-    def together(xs: list[Tensor]) -> list[Pending]:
+    def together(xs: list[Any]) -> list[Pending]:
         return [Pending(x, x, []) for x in (xs[-1], *xs[:-1])]
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Answer: the tensor that a `Shift` started. On a GPU the stream waits, not the host."""
+    """Answer: the tensors that a `Shift` started. On a GPU the stream waits, not the host."""
 
     pending: Pending
 
-    def arrived(self) -> Tensor:
+    def arrived(self) -> tuple[Tensor, ...]:
         for work in self.pending.works:
             work.wait()
         return self.pending.arriving
@@ -159,10 +159,11 @@ Steps = Generator[Any, Any, _T]
 
 
 class Place(NamedTuple):
-    """Where a rank stands: its number along each axis of the mesh, and how many there are along each."""
+    """Where a rank stands: its number along each axis of the mesh, how many there are along each, whether on other devices."""
 
     ranks: tuple[int, ...]
     sizes: tuple[int, ...]
+    remote: bool = False
 
 
 def places(sizes: Sequence[int]) -> list[Place]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from meta_kernels import context_attention as contract
 from meta_kernels.context_attention import Call
 from meta_kernels.contract import check_integers, check_kinds, check_static, check_tensors, refusal
-from thdops.context_parallel import run, samples
+from thdops.context_parallel import contests, run, samples
 from thdops.context_parallel.groups import names_of
 from thdops.namespace import REGISTRY
 from thdops.ops.attention_thd.op import autocast, default_scale
@@ -264,13 +264,14 @@ _METADATA = (
 def _spec(name: str, schema: str, summary: str, **rest: Any) -> None:
     pieces = {piece: getattr(contract, f"{piece}_{name}") for piece in ("check", "fake")}
     pieces |= {piece: getattr(samples, f"{name}_{piece}") for piece in ("samples", "refusals", "padding", "cost", "benches")}
+    pieces["contests"] = contests.forward if name == "context_attention" else contests.backward
     register(
         OpSpec(
             name=name,
             schema=schema,
             summary=summary,
             reference=getattr(run, name),
-            cuda=f"thdops.context_parallel.run:{name}",
+            cuda=f"thdops.context_parallel.kernels:{name}",
             pads_zeroed=True,
             backends=("attention",),  # nothing of its own: the steps are ops
             roundings=5.0,  # attention's, and one for what is merged or added up

@@ -18,87 +18,65 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from meta_kernels.context_attention import Call, GradCall
 from thdops.context_parallel.communicator import AllReduceMax, Place, Shift, Steps, Wait
-from thdops.context_parallel.sections import (
-    Attended,
-    Gradients,
-    Rows,
-    Section,
-    attend,
-    gradients,
-    in_accumulation_dtype,
-    merged,
-    rows_of,
-)
+from thdops.context_parallel.sections import Attended, Gradients, Section, Whole, adding, attending
 
 
-def forward(call: Call, whole: Rows, place: Place) -> Steps[Attended]:
+def forward(call: Call, whole: Whole, place: Place, into: Attended | None = None) -> Steps[Attended]:
     diagonal, others = _sections(call, whole, place)
     last = max((i for i, section in enumerate(others) if section is not None), default=-1)
-    coming: Any = (yield Shift(joined(call.k, call.v))) if others else None
-    result = attend(call, diagonal)
+    coming: Any = (yield Shift((call.k, call.v))) if others else None
+    found = attending(call, into)
+    found.add(call, diagonal, last=last < 0)
     for i, section in enumerate(others):
-        block = yield Wait(coming)
-        coming = (yield Shift(block)) if i < len(others) - 1 else None
+        k, v = yield Wait(coming)
+        coming = (yield Shift((k, v))) if i < len(others) - 1 else None
         if section is not None:
-            k, v = parted(block, call.k.shape[2])
-            result = merged(result, attend(call._replace(k=k, v=v), section), last=i == last)
+            found.add(call._replace(k=k, v=v), section, last=i == last)
     if call.return_max_logit:
-        result = result._replace(max_logit=(yield AllReduceMax(result.max_logit)))
-    return result
+        return found.result._replace(max_logit=(yield AllReduceMax(found.result.max_logit)))
+    return found.result
 
 
-def backward(call: GradCall, whole: Rows, place: Place) -> Steps[Gradients]:
+def backward(call: GradCall, whole: Whole, place: Place, into: Gradients | None = None) -> Steps[Gradients]:
     diagonal, others = _sections(call, whole, place)
-    coming: Any = (yield Shift(joined(call.k, call.v))) if others else None
-    dq, dk, dv, dsink = gradients(call, diagonal)
-    dq, dkv = in_accumulation_dtype(dq), in_accumulation_dtype(joined(dk, dv))
+    coming: Any = (yield Shift((call.k, call.v))) if others else None
+    sums = adding(call, diagonal.queries, into, hides=place.remote)
+    sums.add_queries(call, diagonal)
+    dkv: Any = sums.add_keys(call, diagonal, None)
     for i, section in enumerate(others):
         following = yield Shift(dkv)
-        block = yield Wait(coming)
-        coming = (yield Shift(block)) if i < len(others) - 1 else None
-        part = None
+        k, v = yield Wait(coming)
+        coming = (yield Shift((k, v))) if i < len(others) - 1 else None
+        held = call._replace(k=k, v=v)
         if section is not None:
-            k, v = parted(block, call.k.shape[2])
-            part = gradients(call._replace(k=k, v=v), section)
-            dq.add_(part.q)
+            sums.add_queries(held, section)
         dkv = yield Wait(following)
-        if part is not None:
-            dkv = dkv + joined(part.k, part.v)
+        if section is not None:
+            dkv = sums.add_keys(held, section, dkv)
     if others:
         dkv = yield Wait((yield Shift(dkv)))
-    return Gradients(dq, *parted(dkv, call.k.shape[2]), dsink)
+    dq, dsink = sums.result()
+    dk, dv = dkv
+    return Gradients(dq, dk, dv, dsink)
 
 
-def joined(k: Tensor, v: Tensor) -> Tensor:
-    """Keys and values side by side, [n, Hkv, Dqk + Dv]: one message."""
-    return torch.cat((k, v), -1)
-
-
-def parted(block: Tensor, width: int) -> tuple[Tensor, Tensor]:
-    """Views of the two parts, the first `width` wide."""
-    return block[..., :width], block[..., width:]
-
-
-def _sections(call: Call | GradCall, whole: Rows, place: Place) -> tuple[Section, list[Section | None]]:
+def _sections(call: Call | GradCall, whole: Whole, place: Place) -> tuple[Section, list[Section | None]]:
     """The diagonal, and what to do with the block of each step after it; None where its keys are all hidden."""
     size, rank, partition = place.sizes[0], place.ranks[0], call.partition
-    own = rows_of(whole, size, rank, partition)
+    own = whole.share(size, rank, partition)
     sections: list[Section | None] = []
     for step in range(1, size):
         source = (rank - step) % size
         if not call.causal:
-            section = Section(own, rows_of(whole, size, source, partition), has_sink=False)
+            section = Section(own, whole.share(size, source, partition), has_sink=False)
         elif partition == "contiguous":
-            section = Section(own, rows_of(whole, size, source, partition), has_sink=False) if source < rank else None
+            section = Section(own, whole.share(size, source, partition), has_sink=False) if source < rank else None
         elif source < rank:
-            section = Section(own, rows_of(whole, size, source, partition, "first"), has_sink=False)
+            section = Section(own, whole.share(size, source, partition, "first"), has_sink=False)
         else:
-            queries = rows_of(whole, size, rank, partition, "second")
-            section = Section(queries, rows_of(whole, size, source, partition), has_sink=False)
+            queries = whole.share(size, rank, partition, "second")
+            section = Section(queries, whole.share(size, source, partition), has_sink=False)
         sections.append(section)
     return Section(own, causal=call.causal), sections

@@ -5,88 +5,115 @@ W ranks, n rows of a rank, H heads.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from meta_kernels.context_attention import Call, GradCall, group_of, is_virtual, sizes_of
+from meta_kernels.context_attention import (
+    Call,
+    GradCall,
+    fake_context_attention,
+    fake_context_attention_grad,
+    group_of,
+    is_virtual,
+    sizes_of,
+)
 from meta_kernels.contract import takes
 from thdops.context_parallel import all_gather, all_to_all, ring
 from thdops.context_parallel.communicator import Place, Steps, places, run, run_together
-from thdops.context_parallel.sections import Attended, Gradients, Rows
-
-_T = TypeVar("_T", Attended, Gradients)
+from thdops.context_parallel.sections import Attended, Gradients, Whole
 
 
 @takes(Call)
 def context_attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """(out [n, Hq, Dv], lse [Hq, n], max_logit [Hq] or [0]). Padding rows: out 0, lse -inf."""
-    return attended(call, _of_ranks("context_attention", call))
-
-
-def attended(call: Call, results: list[Attended]) -> tuple[Tensor, Tensor, Tensor]:
-    """What the op returns, from what its ranks found: one, or all virtual ones."""
-    out, lse = _one([result.out for result in results]), _one([result.lse for result in results], 1)
-    return _stored(out, call.q.dtype), _stored(lse, lse.dtype), results[0].max_logit.clone()
+    results = room_for(call)
+    return attended(results, _of_ranks("context_attention", call, results))
 
 
 @takes(GradCall)
 def context_attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink [Hq] or [0]), dsink this rank's share. Padding rows: 0."""
-    return gradients(call, _of_ranks("context_attention_grad", call))
+    results = room_for(call)
+    return gradients(results, _of_ranks("context_attention_grad", call, results))
 
 
-def gradients(call: GradCall, results: list[Gradients]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def room_for(call: Call | GradCall) -> Any:
+    """What the op returns, to be filled."""
+    return Attended(*fake_context_attention(*call)) if isinstance(call, Call) else Gradients(*fake_context_attention_grad(*call))
+
+
+def attended(results: Attended, found: list[Attended]) -> tuple[Tensor, Tensor, Tensor]:
+    """`results`, of what ranks found: one, or all virtual ones."""
+    _fill(results, found, _OF_ATTENDED)
+    results.max_logit.copy_(found[0].max_logit)
+    return results
+
+
+def gradients(results: Gradients, found: list[Gradients]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Likewise."""
-    dq, dk, dv = (_stored(_one([result[i] for result in results]), call.q.dtype) for i in range(3))
-    dsink = torch.stack([result.sink for result in results]).sum(0)
-    return dq, dk, dv, dsink if call.sink is None else dsink.to(call.sink.dtype)
+    _fill(results, found, _OF_GRADIENTS)
+    results.sink.copy_(torch.stack([own.sink for own in found]).sum(0))
+    return results
 
 
-def _of_ranks(op: str, call: Any) -> list[Any]:
-    """This rank's result, or those of all virtual ranks."""
+def _fill(results: Any, found: list[Any], along: dict[str, int]) -> None:
+    """What is not in its place yet is put there."""
+    for rank, own in enumerate(found):
+        here = _share(results, along, len(found), rank)  # anew: autograd loses track of views that are older than a write
+        for name in along:
+            if getattr(own, name).data_ptr() != getattr(here, name).data_ptr():
+                getattr(here, name).copy_(getattr(own, name))
+
+
+def _of_ranks(op: str, call: Any, results: Any) -> list[Any]:
+    """This rank's result, or those of all virtual ranks; they may lie in `results`."""
     if not is_virtual(call.groups):
-        return [run(op, *of_this_rank(op, call))]
+        return [run(op, *of_this_rank(op, call, results))]
     sizes = sizes_of(op, call.groups)
     everyone = places(sizes)
-    calls = [_share(call, len(everyone), rank) for rank in range(len(everyone))]
-    return run_together([_algorithm(own, place) for own, place in zip(calls, everyone, strict=True)], sizes)
+    along = _OF_ATTENDED if isinstance(call, Call) else _OF_GRADIENTS
+    whole = _whole(call)
+    steps = []
+    for rank, place in enumerate(everyone):
+        own, into = _share(call, _OF_CALL, len(everyone), rank), _share(results, along, len(everyone), rank)
+        steps.append(_algorithm(own, whole, place, into))
+    return run_together(steps, sizes)
 
 
-def of_this_rank(op: str, call: Any) -> tuple[Steps[Any], list[dist.ProcessGroup]]:
+def of_this_rank(op: str, call: Any, results: Any) -> tuple[Steps[Any], list[dist.ProcessGroup]]:
     """What a rank of real groups runs, and the groups."""
     groups = [group_of(op, name) for name in call.groups]
-    place = Place(tuple(map(dist.get_rank, groups)), tuple(map(dist.get_world_size, groups)))
-    return _algorithm(call, place), groups
+    place = Place(tuple(map(dist.get_rank, groups)), tuple(map(dist.get_world_size, groups)), remote=True)
+    return _algorithm(call, _whole(call), place, results), groups
 
 
-def _algorithm(call: Any, place: Place) -> Steps[Any]:
-    whole = Rows(call.cu_seqlens, call.cu_seqlens if call.cu_seqlens_padded is None else call.cu_seqlens_padded)
+def _whole(call: Call | GradCall) -> Whole:
+    return Whole(call.cu_seqlens, call.cu_seqlens if call.cu_seqlens_padded is None else call.cu_seqlens_padded)
+
+
+def _algorithm(call: Any, whole: Whole, place: Place, into: Any) -> Steps[Any]:
+    """What a rank runs. Where its results need not travel any more, it may write them into their places."""
     forward = isinstance(call, Call)
     if call.comm == "p2p":
-        return (ring.forward if forward else ring.backward)(call, whole, place)
+        return (ring.forward if forward else ring.backward)(call, whole, place, into)
     if call.comm == "all_gather":
-        return (all_gather.forward if forward else all_gather.backward)(call, whole, place)
+        return (all_gather.forward if forward else all_gather.backward)(call, whole, place, into)
     if forward:
         return all_to_all.forward(call, whole, place, all_to_all.attend_alone if call.comm == "a2a" else ring.forward)
     return all_to_all.backward(call, whole, place, all_to_all.gradients_alone if call.comm == "a2a" else ring.backward)
 
 
-def _share(call: Any, size: int, rank: int) -> Any:
+# The dimension along which rows lie.
+_OF_CALL = {"grad_out": 0, "grad_lse": 1, "q": 0, "k": 0, "v": 0, "out": 0, "lse": 1}
+_OF_ATTENDED = {"out": 0, "lse": 1}
+_OF_GRADIENTS = {"q": 0, "k": 0, "v": 0}
+
+
+def _share(tensors: Any, along: dict[str, int], size: int, rank: int) -> Any:
     """A virtual rank's rows of tensors that hold the rows of all ranks, one rank after the other."""
-    rows = call.q.shape[0] // size
-    along = {"grad_out": 0, "grad_lse": 1, "q": 0, "k": 0, "v": 0, "out": 0, "lse": 1}
-    given = {name: dim for name, dim in along.items() if getattr(call, name, None) is not None}
-    return call._replace(**{name: getattr(call, name).narrow(dim, rank * rows, rows) for name, dim in given.items()})
-
-
-def _one(parts: list[Tensor], dim: int = 0) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
-
-
-def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """In the strides of a fresh tensor."""
-    x = x.to(dtype)
-    return x if x.is_contiguous() and x.numel() > 1 else x.clone(memory_format=torch.contiguous_format)
+    given = {name: getattr(tensors, name) for name in along if getattr(tensors, name, None) is not None}
+    rows = {name: x.shape[along[name]] // size for name, x in given.items()}
+    return tensors._replace(**{name: x.narrow(along[name], rank * rows[name], rows[name]) for name, x in given.items()})

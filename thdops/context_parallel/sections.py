@@ -16,8 +16,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from meta_kernels.context import HALVES
 from meta_kernels.context_attention import Call, GradCall
 from meta_kernels.contract import accumulation_dtype
+
+kernels: Any = None
+"""`thdops.context_parallel.kernels`, from the first CUDA call on, for which the registry imports it."""
 
 
 class Rows(NamedTuple):
@@ -58,13 +62,35 @@ class Gradients(NamedTuple):
 # --- where a rank's rows stand -------------------------------------------------------------------------------------------------
 
 
-def rows_of(whole: Rows, size: int, rank: int, partition: str, half: str | None = None) -> Rows:
-    """A rank's rows of the batch that `whole` describes, in its own buffer; with `half`, one of its two chunks of each sequence."""
-    valid, padded = torch.ops.thdops.local_cu_seqlens(whole.valid, whole.padded, size, rank, None, partition)
-    if half is None:
-        return Rows(valid, padded)
-    valid, _ = torch.ops.thdops.local_cu_seqlens(whole.valid, whole.padded, size, rank, half, partition)
-    return Rows(valid, padded if half == "first" else _from_middle(padded))
+class Whole:
+    """The rows of the batch, and where ranks have theirs: each looked up once a call, whoever asks."""
+
+    def __init__(self, valid: Tensor, padded: Tensor) -> None:
+        self.rows = Rows(valid, padded)
+        self._shares: dict[Any, Rows] = {}
+
+    def share(self, size: int, rank: int, partition: str, half: str | None = None) -> Rows:
+        """A rank's rows of the batch in its own buffer; with `half`, one of its two chunks of each sequence."""
+        key = (size, rank, partition, half)
+        if key not in self._shares and kernels is not None and self.rows.valid.device.type == "cuda":
+            self._make_all(size, partition)
+        elif key not in self._shares:
+            self._shares[key] = self._made(size, rank, partition, half)
+        return self._shares[key]
+
+    def _make_all(self, size: int, partition: str) -> None:
+        valid, starts = kernels.all_local_cu_seqlens(*self.rows, size, partition)
+        first, second = starts.unbind()
+        for rank, of_rank in enumerate(valid.unbind()):
+            for half, rows, start in zip((None, *HALVES), of_rank.unbind(), (first, first, second), strict=True):
+                self._shares[size, rank, partition, half] = Rows(rows, start)
+
+    def _made(self, size: int, rank: int, partition: str, half: str | None) -> Rows:
+        valid, padded = torch.ops.thdops.local_cu_seqlens(*self.rows, size, rank, half, partition)
+        if half is None:
+            return Rows(valid, padded)
+        padded = self.share(size, rank, partition).padded
+        return Rows(valid, padded if half == "first" else _from_middle(padded))
 
 
 def _from_middle(padded: Tensor) -> Tensor:
@@ -93,23 +119,31 @@ def _ends(lengths: Tensor) -> Tensor:
 
 def attend(call: Call, section: Section) -> Attended:
     """One section."""
-    return Attended(*torch.ops.thdops.attention(call.q, call.k, call.v, *_how(call, section), call.return_max_logit))
+    return Attended(*torch.ops.thdops.attention(call.q, call.k, call.v, *how(call, section), call.return_max_logit))
 
 
-def attend_all(call: Call, sections: list[Section]) -> Attended:
-    """Several sections over the same keys."""
-    first, *others = sections
-    so_far = attend(call, first)
-    for i, section in enumerate(others, 1):
-        so_far = merged(so_far, attend(call, section), last=i == len(others))
-    return so_far
+def attending(call: Call, into: Attended | None) -> Attending:
+    """How the sections of a forward become one: native kernels do it on their way out, anything else behind each section.
+
+    Results may be put `into` tensors that are there already.
+    """
+    return kernels.AttendingInPlace(call, into) if _in_place(call) else Attending()
 
 
-def merged(so_far: Attended, part: Attended, last: bool) -> Attended:
-    """One more section; out is kept in fp32 until the last one, so that it is rounded once."""
-    dtype = part.out.dtype if last else accumulation_dtype(part.out.dtype)
-    out, lse = torch.ops.thdops.merge_attention(so_far.out, so_far.lse, part.out, part.lse, dtype)
-    return Attended(out, lse, torch.maximum(so_far.max_logit, part.max_logit))
+class Attending:
+    """Sections are calls of the op; each result is merged, in fp32, with those before it."""
+
+    def __init__(self) -> None:
+        self.result: Any = None
+
+    def add(self, call: Call, section: Section, last: bool) -> None:
+        """One more section. `last`: of those that its queries are in; then their out is rounded."""
+        part = attend(call, section)
+        if self.result is not None:
+            dtype = part.out.dtype if last else accumulation_dtype(part.out.dtype)
+            out, lse = torch.ops.thdops.merge_attention(self.result.out, self.result.lse, part.out, part.lse, dtype)
+            part = Attended(out, lse, torch.maximum(self.result.max_logit, part.max_logit))
+        self.result = part
 
 
 # --- backward ------------------------------------------------------------------------------------------------------------------
@@ -118,28 +152,62 @@ def merged(so_far: Attended, part: Attended, last: bool) -> Attended:
 def gradients(call: GradCall, section: Section) -> Gradients:
     """What one section adds; out and LSE are those of all sections."""
     tensors = (call.grad_out, call.grad_lse, call.q, call.k, call.v, call.out, call.lse)
-    dq, dk, dv, dsink = torch.ops.thdops.attention_grad(*tensors, *_how(call, section))
+    dq, dk, dv, dsink = torch.ops.thdops.attention_grad(*tensors, *how(call, section))
     if call.sink is not None and not section.has_sink:
         dsink = torch.zeros_like(call.sink)
     return Gradients(dq, dk, dv, dsink)
 
 
-def gradients_of_all(call: GradCall, sections: list[Section]) -> Gradients:
-    """Of several sections over the same keys, in fp32."""
-    first, *others = (gradients(call, section) for section in sections)
-    sums = [in_accumulation_dtype(x) for x in first]
-    for part in others:
-        for total, x in zip(sums, part, strict=True):
-            total.add_(x)
-    return Gradients(*sums)
+def adding(call: GradCall, own: Rows, into: Gradients | None, hides: bool) -> Adding:
+    """How the gradients of sections are added up, in fp32. `own`: all queries.
+
+    `hides`: dq is to be computed while dk and dv travel, and not together with them, even if that is faster.
+    """
+    return kernels.AddingInPlace(call, own, into, hides) if _in_place(call) else Adding()
 
 
-def in_accumulation_dtype(x: Tensor) -> Tensor:
+class Adding:
+    """Sections are calls of the op, whose gradients are added."""
+
+    def __init__(self) -> None:
+        self._sums: Any = None
+        self._part: Any = None
+
+    def add_queries(self, call: GradCall, section: Section) -> None:
+        """dq of one more section, and whatever else does not need dk and dv to be there."""
+        self._part = gradients(call, section)
+        if self._sums is None:
+            self._sums = _in_accumulation_dtype(self._part.q), _in_accumulation_dtype(self._part.sink)
+        else:
+            self._sums[0].add_(self._part.q)
+            self._sums[1].add_(self._part.sink)
+
+    def add_keys(self, call: GradCall, section: Section, sums: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor]:
+        """dk and dv of the same section, added to `sums` in place; None: there are none yet."""
+        if sums is None:
+            return _in_accumulation_dtype(self._part.k), _in_accumulation_dtype(self._part.v)
+        sums[0].add_(self._part.k)
+        sums[1].add_(self._part.v)
+        return sums
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """dq, rounded or not, and dsink."""
+        return self._sums
+
+
+def _in_accumulation_dtype(x: Tensor) -> Tensor:
     """fp32, or fp64: what gradients are added up in."""
     return x.to(accumulation_dtype(x.dtype))
 
 
-def _how(call: Call | GradCall, section: Section) -> tuple[Any, ...]:
+# --- calls of attention --------------------------------------------------------------------------------------------------------
+
+
+def _in_place(call: Call | GradCall) -> bool:
+    return kernels is not None and call.q.device.type == "cuda" and call.backend == "native"
+
+
+def how(call: Call | GradCall, section: Section) -> tuple[Any, ...]:
     """The arguments of attention behind its tensors."""
     keys = (None, None) if section.keys is None else section.keys
     sink, softmax = (call.sink, call.softmax) if section.has_sink else (None, "vanilla")

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import triton
 from torch import Tensor
 
 from meta_kernels import attention_thd as contract
@@ -19,6 +20,7 @@ from meta_kernels.attention_thd import Call, GradCall, key_metadata
 from thdops.ops.attention_thd.kernels_backward import (
     attention_grad_keys_kernel,
     attention_grad_queries_kernel,
+    convert_kernel,
     delta_kernel,
     sink_grad_kernel,
 )
@@ -40,7 +42,19 @@ class Blocks(NamedTuple):
 _BLOCKS_FP32 = Blocks(32, 32, 4, 1)
 _BLOCKS_SMALL = Blocks(32, 32, 4, 1)
 _SHARED_MEMORY = 160 * 1024
+_FEW = 8  # tiles of keys a multiprocessor, below which a causal mask's heavy ones have to come first
 _LONG = 1024  # visible keys from which adding up dq in memory beats a second kernel, measured on an H200
+
+
+class Found(NamedTuple):
+    """Where attention to some keys leaves its results, and those for other keys that it begins with."""
+
+    out: Tensor  # [Tq, Hq, Dv], q's dtype or fp32
+    lse: Tensor  # fp32 [Hq, Tq]; a head's rows side by side
+    max_logit: Tensor  # fp32 [Hq], raised to what is found; or [0]
+    before: Tensor | None = None  # fp32 [Tq, Hq, Dv] in units of e^unit, with `lse` for its LSE; `out` itself if that is fp32
+    unit: Tensor | None = None  # as `lse`; for an fp32 `out`, and for `before`
+    owned: str = "all"  # rows that are written; see `tile_table`
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
@@ -48,79 +62,146 @@ def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
     out, lse, max_logit = contract.fake_attention(*call)
     if call.return_max_logit:
         max_logit.fill_(-math.inf)
+    attention_into(call, Found(out, lse, max_logit))
+    return out, lse, max_logit
+
+
+def attention_into(call: Call, found: Found) -> None:
+    """`attention`, written to `found`; with `found.before`, attention to those keys and to these (softmax "vanilla" then)."""
+    out, lse, max_logit, before, base, owned = found
     q, k, v = (_loadable(x) for x in call[:3])
     sink = None if call.sink is None else call.sink.contiguous()
     if is_hopper(q.get_device()) and not call.return_max_logit:
         from thdops.ops.attention_thd import kernels_hopper_forward as hopper
 
         if hopper.serves(q, k, v, call.scale):
-            tiles, sequences = _query_tiles(call, hopper.BLOCK_M), call.cu_seqlens_q.shape[0] - 1
+            tiles, sequences = _query_tiles(call, hopper.BLOCK_M, owned), call.cu_seqlens_q.shape[0] - 1
             softmax = "sink" if call.softmax == "learnable" else call.softmax
-            hopper.forward(q, k, v, *tiles, out, lse, sink, sequences, *_window(call), call.scale, call.softcap, softmax)
-            return out, lse, max_logit
+            how = (sequences, *_window(call), call.scale, call.softcap, softmax, before, base)
+            hopper.forward(q, k, v, *tiles, out, lse, sink, *how)
+            return
 
     blocks = _forward_blocks(call)
     unit, *strides = _strides(q, k, v)
     negative, factor = call.scale < 0, max(abs(call.scale), 1e-30)  # as good as 0, and keeps -inf * 0 away
     _persistent(
         attention_forward_kernel,
-        (q, k, v, sink, out, lse, max_logit, *_query_tiles(call, blocks.queries)),
-        (*strides, q.shape[0], q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
+        (q, k, v, sink, before, base, out, lse, max_logit, *_query_tiles(call, blocks.queries, owned)),
+        (*strides, lse.stride(0), q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
         (factor if call.softcap else factor * LOG2E.value, call.softcap),
         (negative, *_widths(call), *_bounded(call), call.softmax, call.softcap != 0, call.return_max_logit, unit),
         blocks,
     )
-    return out, lse, max_logit
+
+
+class Upstream(NamedTuple):
+    """What comes down to every key of a backward, whichever they are attended to with."""
+
+    grad_out: Tensor
+    lse: Tensor
+    delta: Tensor  # fp32 [Hq, Tq]
+    sums: Tensor | None  # fp32 [Tq, Hq, Dqk]; where not None, dq / scale is added to it on the way to dk and dv
+    tiles: tuple[Tensor, Tensor]  # of the call's queries
 
 
 def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink fp32 [Hq] or [0]). Padding rows: 0."""
     dq, dk, dv, dsink = contract.fake_attention_grad(*call)
-    q, k, v = (_loadable(x) for x in call[2:5])
+    upstream = attention_upstream(call, dsink, not call.deterministic)
+    if upstream.sums is None:
+        attention_grad_queries(call, upstream, dq, False, upstream.tiles)
+    attention_grad_keys(call, upstream, dk, dv, False)
+    if upstream.sums is not None:
+        rounded(upstream.sums, dq, call.scale)
+    return dq, dk, dv, dsink
+
+
+def attention_upstream(call: GradCall, dsink: Tensor, reduces: bool) -> Upstream:
+    """For all sections of the keys: once, whatever they are. Writes dsink. `reduces`: dq may come by reduction, in any order."""
+    q = call.q
     grad_out = _loadable(q.new_zeros(()).expand(call.out.shape) if call.grad_out is None else call.grad_out)
-    lse = call.lse.contiguous()
-    if is_hopper(q.get_device()) and call.softcap == 0:
-        from thdops.ops.attention_thd import kernels_hopper_backward as hopper
+    lse, sums = call.lse.contiguous(), None
+    hopper = _hopper_backward(call, grad_out)
+    if hopper is None:
+        rows = _queries_blocks(call).queries
+    else:
+        rows, _ = hopper.tile_rows(q.shape[2], call.v.shape[2])
+        if reduces and _is_long(call) and call.scale > 0 and hopper.reduces(q.shape[2], call.v.shape[2]):
+            sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
+    tiles = _query_tiles(call, rows)
+    return Upstream(grad_out, lse, _delta(call, grad_out, lse, *tiles, dsink, sums), sums, tiles)
 
-        if hopper.serves(q, k, v, grad_out):
-            rows_q, rows_k = hopper.tile_rows(q.shape[2], v.shape[2])
-            tiles = _query_tiles(call, rows_q)
-            reduced = _is_long(call) and call.scale > 0 and hopper.reduces(q.shape[2], v.shape[2], call.deterministic)
-            sums = torch.empty(q.shape, dtype=torch.float32, device=q.device) if reduced else None
-            delta = _delta(call, grad_out, lse, *tiles, dsink, sums)
-            key_tiles = _key_tiles(call, rows_k)
-            hopper.backward(q, k, v, grad_out, lse, delta, dq, dk, dv, sums, tiles, key_tiles, *_window(call), call.scale)
-            return dq, dk, dv, dsink
 
-    heads, heads_kv = q.shape[1], k.shape[1]
+def attention_grad_queries(
+    call: GradCall, upstream: Upstream, dq: Tensor, adds: bool, tiles: tuple[Tensor, Tensor] | None = None
+) -> None:
+    """dq, contiguous, over the call's keys. `adds`: to what dq holds, fp32, and rows that meet no key stay as they are."""
+    q, k, v = (_loadable(x) for x in call[2:5])
+    grad_out, lse, delta = upstream[:3]
+    hopper = _hopper_backward(call, grad_out)
+    blocks = _queries_blocks(call)
+    if tiles is None:
+        rows = blocks.queries if hopper is None else hopper.tile_rows(q.shape[2], v.shape[2])[0]
+        tiles = _query_tiles(call, rows, "met" if adds else "all")
+    if hopper is not None:
+        hopper.backward(q, k, v, grad_out, lse, delta, dq, None, None, None, tiles, None, *_window(call), call.scale, adds)
+        return
+    unit, *strides = _strides(q, k, v, grad_out)
+    _persistent(
+        attention_grad_queries_kernel,
+        (q, k, v, grad_out, lse, delta, dq, *tiles),
+        (*strides, q.shape[0], q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
+        _factors(call),
+        (*_widths(call), *_bounded(call), call.softcap != 0, adds, unit),
+        blocks,
+    )
+
+
+def attention_grad_keys(call: GradCall, upstream: Upstream, dk: Tensor, dv: Tensor, adds: bool) -> None:
+    """dk and dv, contiguous, over the call's queries, and a share of `upstream.sums` if there are these. `adds`: as above."""
+    q, k, v = (_loadable(x) for x in call[2:5])
+    grad_out, lse, delta, sums, _ = upstream
+    owned = "met" if adds else "all"
+    hopper = _hopper_backward(call, grad_out)
+    if hopper is not None:
+        tiles = _key_tiles(call, hopper.tile_rows(q.shape[2], v.shape[2])[1], owned)
+        hopper.backward(q, k, v, grad_out, lse, delta, None, dk, dv, sums, None, tiles, *_window(call), call.scale, adds)
+        return
+    blocks = _keys_blocks(call)
+    # Seen from a key, queries stand on the other side of the diagonal.
     before, behind = _window(call)
     left, right = _bounded(call)
     unit, *strides = _strides(q, k, v, grad_out)
-    strides.append(q.shape[0])
-    factors = (call.scale, call.scale if call.softcap else call.scale * LOG2E.value, call.softcap)
-    blocks = _queries_blocks(call)
-    tiles, counts = _query_tiles(call, blocks.queries)
-    delta = _delta(call, grad_out, lse, tiles, counts, dsink)
-    operands = (q, k, v, grad_out, lse, delta)
-    _persistent(
-        attention_grad_queries_kernel,
-        (*operands, dq, tiles, counts),
-        (*strides, heads, heads // heads_kv, before, behind),
-        factors,
-        (*_widths(call), left, right, call.softcap != 0, unit),
-        blocks,
-    )
-    blocks = _keys_blocks(call)
-    # Seen from a key, queries stand on the other side of the diagonal.
     _persistent(
         attention_grad_keys_kernel,
-        (*operands, dk, dv, *_key_tiles(call, blocks.keys)),
-        (*strides, heads_kv, heads // heads_kv, behind, before),
-        factors,
-        (*_widths(call), right, left, call.softcap != 0, unit),
+        (q, k, v, grad_out, lse, delta, dk, dv, *_key_tiles(call, blocks.keys, owned)),
+        (*strides, q.shape[0], k.shape[1], q.shape[1] // k.shape[1], behind, before),
+        _factors(call),
+        (*_widths(call), right, left, call.softcap != 0, adds, unit),
         blocks,
     )
-    return dq, dk, dv, dsink
+
+
+def rounded(sums: Tensor, grad: Tensor, scale: float = 1.0) -> None:
+    """grad = scale sums, fp32; both contiguous."""
+    chunk, block = 8, 4096  # head dims are multiples of 8
+    grid = (triton.cdiv(grad.numel(), block), 1, 1)
+    launch(convert_kernel, grid, (sums, grad, grad.numel() // chunk, scale), (chunk, block), 8)
+
+
+def _factors(call: GradCall) -> tuple[float, float, float]:
+    """(scale, what makes logits of products, softcap)."""
+    return call.scale, call.scale if call.softcap else call.scale * LOG2E.value, call.softcap
+
+
+def _hopper_backward(call: GradCall, grad_out: Tensor) -> Any:
+    """The module of the Hopper kernels if they serve the call."""
+    if not is_hopper(call.q.get_device()) or call.softcap != 0:
+        return None
+    from thdops.ops.attention_thd import kernels_hopper_backward as hopper
+
+    q, k, v = (_loadable(x) for x in call[2:5])
+    return hopper if hopper.serves(q, k, v, grad_out) else None
 
 
 @cache
@@ -181,16 +262,18 @@ def _programs(tiles: Tensor, heads: int, per_multiprocessor: int) -> int:
 # --- metadata ------------------------------------------------------------------------------------------------------------------
 
 
-def _query_tiles(call: Call | GradCall, block: int) -> tuple[Tensor, Tensor]:
+def _query_tiles(call: Call | GradCall, block: int, owned: str = "all") -> tuple[Tensor, Tensor]:
     keys = None if call.cu_seqlens_kv is None else (*key_metadata(call), call.k.shape[0])
-    return tile_table((call.cu_seqlens_q, call.cu_seqlens_q_padded, call.q.shape[0]), keys, call.bottom_right, block)
+    return tile_table((call.cu_seqlens_q, call.cu_seqlens_q_padded, call.q.shape[0]), keys, call.bottom_right, block, owned)
 
 
-def _key_tiles(call: Call | GradCall, block: int) -> tuple[Tensor, Tensor]:
+def _key_tiles(call: Call | GradCall, block: int, owned: str = "all") -> tuple[Tensor, Tensor]:
     queries = (call.cu_seqlens_q, call.cu_seqlens_q_padded, call.q.shape[0])
+    rows, heads, _ = call.k.shape
+    uneven = call.causal and rows * heads < _FEW * block * multiprocessors(call.q.get_device())
     if call.cu_seqlens_kv is None:
-        return tile_table(queries, None, False, block)
-    return tile_table((*key_metadata(call), call.k.shape[0]), queries, call.bottom_right, block)
+        return tile_table(queries, None, False, block, owned, uneven)
+    return tile_table((*key_metadata(call), rows), queries, call.bottom_right, block, owned, uneven)
 
 
 def _window(call: Call | GradCall) -> tuple[int, int]:

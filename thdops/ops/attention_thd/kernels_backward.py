@@ -8,6 +8,7 @@ Two kernels, so that nothing is added in an order that chance decides: `attentio
 over the queries of its G heads, `attention_grad_queries_kernel` owns a tile of queries and walks over keys; each computes P again.
 A query row without keys and a padding row have an LSE of -inf; it is read as +inf, and P is 0 there. Padding rows of other
 operands are read as 0. Rows of padding get their zeros in the same store as the rest.
+ADDS: gradients are added to what stands in their fp32 tensors, by the one program that owns the rows.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from thdops.ops.attention_thd.kernels_blocks import (
     chosen,
     inner,
     load_rows,
+    plus,
     scaled,
     seen,
     store_rows,
@@ -172,6 +174,7 @@ def attention_grad_keys_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ADDS: tl.constexpr,
     UNIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -214,8 +217,13 @@ def attention_grad_keys_kernel(
         at = row * heads_kv + kv_head
         kept = rows < owned
         key_grads = chosen(rows < valid, scaled(grads[0], tl.zeros([BN], tl.float32) + scale))
-        store_rows(grad_k + at * DQK, heads_kv.to(tl.int64) * DQK, rows, kept, key_grads, DQK, DQK1)
-        store_rows(grad_v + at * DV, heads_kv.to(tl.int64) * DV, rows, kept, chosen(rows < valid, grads[1]), DV, DV1)
+        value_grads = chosen(rows < valid, grads[1])
+        k_step, v_step = heads_kv.to(tl.int64) * DQK, heads_kv.to(tl.int64) * DV
+        if ADDS:
+            key_grads = plus(key_grads, load_rows(grad_k + at * DQK, k_step, rows, kept, DQK, DQK1, DQK2, False))
+            value_grads = plus(value_grads, load_rows(grad_v + at * DV, v_step, rows, kept, DV, DV1, DV2, False))
+        store_rows(grad_k + at * DQK, k_step, rows, kept, key_grads, DQK, DQK1)
+        store_rows(grad_v + at * DV, v_step, rows, kept, value_grads, DV, DV1)
         item = following
 
 
@@ -302,6 +310,7 @@ def attention_grad_queries_kernel(
     LEFT: tl.constexpr,
     RIGHT: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    ADDS: tl.constexpr,
     UNIT: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -340,7 +349,10 @@ def attention_grad_queries_kernel(
                     factor, softcap, SOFTCAP, DQK, DQK1, DQK2, DV, DV1, DV2, BN,
                 )  # fmt: skip
         result = chosen(rows < valid, scaled(sums, tl.zeros([BM], tl.float32) + scale))
-        store_rows(grad_q + (row * heads + head) * DQK, heads.to(tl.int64) * DQK, rows, rows < owned, result, DQK, DQK1)
+        at, step = (row * heads + head) * DQK, heads.to(tl.int64) * DQK
+        if ADDS:
+            result = plus(result, load_rows(grad_q + at, step, rows, rows < owned, DQK, DQK1, DQK2, False))
+        store_rows(grad_q + at, step, rows, rows < owned, result, DQK, DQK1)
         item = following
 
 
@@ -364,3 +376,17 @@ def _add_keys(
     if SOFTCAP:
         slopes = slopes * slope
     return weighted(sums, slopes, k_block)
+
+
+# --- sums to gradients ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["chunks"])
+def convert_kernel(sums, grad, chunks, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """grad = scale sums, of grad's dtype; what nobody added to, padding rows too, is zero already.
+
+    [chunks, CHUNK] elements: a mask whose end is known to be a multiple of CHUNK leaves loads and stores wide.
+    """
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < chunks.to(tl.int64) * CHUNK
+    tl.store(grad + at, tl.load(sums + at, mask=inside, other=0.0) * scale, mask=inside)

@@ -56,6 +56,15 @@ def store_rows(out, stride, rows, kept, values, D: tl.constexpr, D1: tl.constexp
 
 
 @triton.jit
+def plus(x, y):
+    """Every part of one and of the other."""
+    first = (x[0] + y[0],)
+    if len(x) > 1:
+        first = first + (x[1] + y[1],)
+    return first
+
+
+@triton.jit
 def zeros(ROWS: tl.constexpr, D1: tl.constexpr, D2: tl.constexpr):
     """fp32 accumulators of a block of rows."""
     first = (tl.zeros([ROWS, D1], tl.float32),)

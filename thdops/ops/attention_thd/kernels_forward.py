@@ -4,6 +4,10 @@ T rows, H heads, D head dims, BM query rows of a tile, BN keys of a block. A pro
 queries (`kernels_tiles.py`) and a head, until none is left: empty sequences are no work, and sequences need no longest length.
 It walks over the keys that the tile sees in blocks, with the running maximum, sum and weighted values of the online softmax;
 blocks that every row sees whole take no mask. Rows of padding get their zeros, and an LSE of -inf, in the same store as the rest.
+
+Where other keys were attended to before, the online softmax starts from what was found: fp32 weighted values in units of e^`unit`
+of a row, and with `lse` the sum of weights. So sections of keys are merged by the way, `lse` and `unit` being updated in place.
+Rows that are padding now need not have been: they get what was found.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from thdops.ops.attention_thd.kernels_blocks import (
     inner,
     load_rows,
     negated,
+    plus,
     scaled,
     seen,
     store_rows,
@@ -30,13 +35,15 @@ from thdops.ops.attention_thd.kernels_tiles import read_tile
 
 
 @triton.jit(
-    do_not_specialize=["q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "total_q", "heads", "group", "before", "behind"]
+    do_not_specialize=["q_row", "q_head", "k_row", "k_head", "v_row", "v_head", "lse_head", "heads", "group", "before", "behind"]
 )
 def attention_forward_kernel(
     q,
     k,
     v,
     sink,
+    found,  # fp32, as out; None
+    unit,  # as lse; None where no other section follows or went before
     out,
     lse,
     max_logit,
@@ -48,7 +55,7 @@ def attention_forward_kernel(
     k_head,
     v_row,
     v_head,
-    total_q,
+    lse_head,
     heads,
     group,
     before,
@@ -90,8 +97,15 @@ def attention_forward_kernel(
         k_here = k + other_row * k_row + kv_head * k_head
         v_here = v + other_row * v_row + kv_head * v_head
 
-        m, total = _initial(sink, head, SOFTMAX, BM)
-        values = zeros(BM, DV1, DV2)
+        if found is None:
+            m, total = _initial(sink, head, SOFTMAX, BM)
+            values = zeros(BM, DV1, DV2)
+        else:
+            of_rows = head.to(tl.int64) * lse_head + row + rows
+            m = tl.load(unit + of_rows, mask=rows < valid, other=-float("inf")) * LOG2E
+            total = tl.load(lse + of_rows, mask=rows < valid, other=-float("inf")) * LOG2E
+            total = tl.where(m > -float("inf"), tl.exp2(total - m), 0.0)
+            values = load_rows(found + (row * heads + head) * DV, heads.to(tl.int64) * DV, rows, rows < valid, DV, DV1, DV2, False)
         largest = tl.full([BM], -float("inf"), tl.float32)
         queries = load_rows(q_here, q_row, rows, rows < valid, DQK, DQK1, DQK2, False)
         if NEGATIVE:
@@ -114,13 +128,30 @@ def attention_forward_kernel(
 
         some = (rows < valid) & (total > 0)
         result = chosen(some, scaled(values, 1 / tl.where(some, total, 1.0)))
+        if found is not None:
+            of_rows = head.to(tl.int64) * lse_head + row + rows
+            passed = (rows >= valid) & (rows < owned)
+            lses = tl.load(lse + of_rows, mask=passed, other=-float("inf"))
+            units = tl.load(unit + of_rows, mask=passed, other=-float("inf"))
+            share = tl.where(lses > -float("inf"), tl.exp2((units - lses) * LOG2E), 0.0)
+            passing = load_rows(found + (row * heads + head) * DV, heads.to(tl.int64) * DV, rows, passed, DV, DV1, DV2, False)
+            result = plus(result, scaled(passing, share))
         store_rows(out + (row * heads + head) * DV, heads.to(tl.int64) * DV, rows, rows < owned, result, DV, DV1)
-        at = lse + head.to(tl.int64) * total_q + row + rows
-        tl.store(at, tl.where(some, (m + tl.log2(total)) * LN2, -float("inf")), mask=rows < owned)
+        at = lse + head.to(tl.int64) * lse_head + row + rows
+        logsumexp = tl.where(some, (m + tl.log2(total)) * LN2, -float("inf"))
+        tl.store(at, logsumexp, mask=rows < (owned if found is None else valid))
+        _store_unit(unit, head.to(tl.int64) * lse_head + row + rows, logsumexp, rows < owned)
         if MAX_LOGIT:
             top = tl.max(tl.where(rows < valid, largest, -float("inf")), 0)
             tl.atomic_max(max_logit + head, top * LN2, sem="relaxed")  # a maximum is the same in every order
         item = following
+
+
+@triton.jit
+def _store_unit(unit, at, logsumexp, kept):
+    """Of a normalised out it is the LSE."""
+    if unit is not None:
+        tl.store(unit + at, logsumexp, mask=kept)
 
 
 @triton.jit

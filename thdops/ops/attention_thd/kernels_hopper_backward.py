@@ -29,8 +29,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import triton
-import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -250,10 +248,21 @@ def _store_chunk(acc, out, row, rows, valid, stride, scale):
 
 
 @gluon.jit
-def _store(acc, out, row, rows, valid, stride, scale):
-    """Write the `rows` rows that a tile owns; those from `valid` on are zero."""
+def _add_chunk(acc, out, row, valid, stride, scale):
+    r = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
+    d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
+    at = out + (row + r).to(gl.int64)[:, None] * stride + d[None, :]
+    gl.atomic_add(at, acc * scale, mask=(r < valid)[:, None], sem="relaxed")
+
+
+@gluon.jit
+def _store(acc, out, row, rows, valid, stride, scale, ADDS: gl.constexpr):
+    """Write the `rows` rows that a tile owns, those from `valid` on as zeros; ADDS: add the valid ones to what is there, fp32."""
     for c in gl.static_range(len(acc)):
-        _store_chunk(acc[c], out + acc[0].shape[1] * c, row, rows, valid, stride, scale)
+        if ADDS:
+            _add_chunk(acc[c], out + acc[0].shape[1] * c, row, valid, stride, scale)
+        else:
+            _store_chunk(acc[c], out + acc[0].shape[1] * c, row, rows, valid, stride, scale)
 
 
 @gluon.jit
@@ -454,7 +463,7 @@ def _keys_block(
 @gluon.jit
 def _keys_consumer(
     part: gl.constexpr, dk_out, dv_out, share, work, heads, window, scale, operands, terms, tile_bars, block_bars, clean,
-    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, REDUCE: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, REDUCE: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     tiles, counts, mail, mail_full, mail_empty = work
     kv_heads, group = heads
@@ -522,8 +531,8 @@ def _keys_consumer(
             else:
                 dk = running
             mbarrier.arrive(kv_empty, count=1)
-        _store(dk, dk_out + head * D_QK, row, rows, valid, kv_heads * D_QK, scale)
-        _store(dv, dv_out + head * D_V, row, rows, valid, kv_heads * D_V, 1.0)
+        _store(dk, dk_out + head * D_QK, row, rows, valid, kv_heads * D_QK, scale, ADDS)
+        _store(dv, dv_out + head * D_V, row, rows, valid, kv_heads * D_V, 1.0, ADDS)
         item = _take(work, turn)
     if REDUCE:
         tma.store_wait(0)
@@ -534,9 +543,9 @@ def keys_kernel(
     q0, q1, k0, k1, v0, v1, do0, do1, dq_desc, q_head, k_head, v_head, do_head, lse, delta, dk, dv, tq, tiles, counts,
     kv_heads, group, left, right, scale,
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    REDUCE: gl.constexpr,
+    REDUCE: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of the key tiles of every key head; with REDUCE, their shares of dQ too."""
+    """dK and dV of the key tiles of every key head; with REDUCE, their shares of dQ too. ADDS: onto what dk and dv hold."""
     descs = (_chunks(q0, q1), _chunks(k0, k1), _chunks(v0, v1), _chunks(do0, do1))
     columns = (q_head, k_head, v_head, do_head)
     q = _buffers(descs[0], STAGES)
@@ -560,7 +569,7 @@ def keys_kernel(
             [
                 (_keys_consumer, (
                     gl.constexpr(0), dk, dv, share, work, heads, window, scale, operands, terms, tile_bars, block_bars,
-                    clean, D_QK, D_V, LEFT, RIGHT, REDUCE,
+                    clean, D_QK, D_V, LEFT, RIGHT, REDUCE, ADDS,
                 )),
                 (_keys_producer, (
                     descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars, D_QK, D_V,
@@ -575,11 +584,11 @@ def keys_kernel(
             [
                 (_keys_consumer, (
                     gl.constexpr(0), dk, dv, share, work, heads, window, scale, operands, terms, tile_bars, block_bars,
-                    clean, D_QK, D_V, LEFT, RIGHT, REDUCE,
+                    clean, D_QK, D_V, LEFT, RIGHT, REDUCE, ADDS,
                 )),
                 (_keys_consumer, (
                     gl.constexpr(1), dk, dv, _share(dq_desc, k, q, REDUCE), work, heads, window, scale, operands, terms,
-                    tile_bars, block_bars, clean, D_QK, D_V, LEFT, RIGHT, REDUCE,
+                    tile_bars, block_bars, clean, D_QK, D_V, LEFT, RIGHT, REDUCE, ADDS,
                 )),
                 (_keys_producer, (
                     descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars, D_QK, D_V,
@@ -678,7 +687,7 @@ def _queries_block(
 @gluon.jit
 def _queries_consumer(
     part: gl.constexpr, dq_out, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars, clean,
-    D_QK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr,
+    D_QK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     tiles, counts, mail, mail_full, mail_empty = work
     left, right = window
@@ -742,7 +751,7 @@ def _queries_consumer(
             else:
                 dq = running
             mbarrier.arrive(q_empty, count=1)
-        _store(dq, dq_out + head * D_QK, row, rows, valid, heads * D_QK, scale)
+        _store(dq, dq_out + head * D_QK, row, rows, valid, heads * D_QK, scale, ADDS)
         item = _take(work, turn)
 
 
@@ -751,8 +760,9 @@ def queries_kernel(
     q0, q1, k0, k1, v0, v1, do0, do1, q_head, k_head, v_head, do_head, lse, delta, dq, tq, tiles, counts,
     heads, group, left, right, scale,
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    ADDS: gl.constexpr,
 ):  # fmt: skip
-    """dQ of the query tiles of every query head."""
+    """dQ of the query tiles of every query head. ADDS: onto what dq holds."""
     descs = (_chunks(q0, q1), _chunks(k0, k1), _chunks(v0, v1), _chunks(do0, do1))
     columns = (q_head, k_head, v_head, do_head)
     operands = (_buffers(descs[0], PARTS), _buffers(descs[1], STAGES), _buffers(descs[2], STAGES), _buffers(descs[3], PARTS))
@@ -768,7 +778,7 @@ def queries_kernel(
             [
                 (_queries_consumer, (
                     gl.constexpr(0), dq, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars,
-                    clean, D_QK, LEFT, RIGHT,
+                    clean, D_QK, LEFT, RIGHT, ADDS,
                 )),
                 (_queries_producer, (
                     descs, columns, work, (heads, group), window, operands, tile_bars, block_bars, D_QK, D_V, LEFT, RIGHT,
@@ -782,11 +792,11 @@ def queries_kernel(
             [
                 (_queries_consumer, (
                     gl.constexpr(0), dq, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars,
-                    clean, D_QK, LEFT, RIGHT,
+                    clean, D_QK, LEFT, RIGHT, ADDS,
                 )),
                 (_queries_consumer, (
                     gl.constexpr(1), dq, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars,
-                    clean, D_QK, LEFT, RIGHT,
+                    clean, D_QK, LEFT, RIGHT, ADDS,
                 )),
                 (_queries_producer, (
                     descs, columns, work, (heads, group), window, operands, tile_bars, block_bars, D_QK, D_V, LEFT, RIGHT,
@@ -795,17 +805,6 @@ def queries_kernel(
             [4, 1],
             [240, 24],
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["chunks"])
-def convert_kernel(dq_acc, dq, chunks, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """dq = scale dq_acc, of the output's dtype; what no key added to, padding rows too, is zero already.
-
-    [chunks, CHUNK] elements: a mask whose end is known to be a multiple of CHUNK leaves loads and stores wide.
-    """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < chunks.to(tl.int64) * CHUNK
-    tl.store(dq + at, tl.load(dq_acc + at, mask=inside, other=0.0) * scale, mask=inside)
 
 
 # ---- host ----------------------------------------------------------------------------------------------------------------------
@@ -854,52 +853,39 @@ def tile_rows(d_qk: int, d_v: int) -> tuple[int, int]:
     return _QUERIES[d_qk, d_v].rows, _KEYS[d_qk, d_v].rows
 
 
-def reduces(d_qk: int, d_v: int, deterministic: bool) -> bool:
-    """Whether `backward` wants the fp32 buffer for dQ."""
-    return not deterministic and (d_qk, d_v) in _REDUCED
+def reduces(d_qk: int, d_v: int) -> bool:
+    """Whether `backward` had better be given the fp32 sums for dQ, where any order of adding will do."""
+    return (d_qk, d_v) in _REDUCED
 
 
 def backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    do: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    dq_acc: Tensor | None,
-    query_tiles: tuple[Tensor, Tensor] | None,
-    key_tiles: tuple[Tensor, Tensor],
-    left: int,
-    right: int,
-    scale: float,
-) -> None:
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dq_acc: Tensor | None,
+    query_tiles: tuple[Tensor, Tensor] | None, key_tiles: tuple[Tensor, Tensor] | None,
+    left: int, right: int, scale: float, adds: bool,
+) -> None:  # fmt: skip
     """Write dq, dk and dv (contiguous, of their inputs' shapes), zeros on padding rows.
 
     lse and delta = rowsum(dO * O) - dLSE: fp32 [Hq, Tq], contiguous. Tiles: (entries, counts) of `tile_rows` rows each, the work
-    counter zero; those of the queries are not needed with `dq_acc`, a zeroed fp32 [Tq, Hq, Dqk] (see `reduces`). left, right: rows
-    of the window on either side of the diagonal, -1 for all of them.
+    counter zero; where those of one side are None, their gradients are left out. dq_acc: fp32 [Tq, Hq, Dqk] (see `reduces`), to
+    which dq / scale is added on the way to dk and dv. left, right: rows of the window on either side of the diagonal, -1 for all of
+    them. adds: gradients are added to what stands in the rows of tiles, fp32.
     """
     shape = (q.shape[2], v.shape[2])
     strides = (q.stride(1), k.stride(1), v.stride(1), do.stride(1))
     group = q.shape[1] // k.shape[1]
-    plan = _KEYS[shape] if dq_acc is None else _REDUCED[shape]
-    descs = _operands(q, k, v, do, plan.block, plan.rows // plan.parts)
-    added = descs[0] if dq_acc is None else Boxes(dq_acc, *box_of(dq_acc, plan.block, shape[0]))
-    args = (*descs, added, *strides, lse, delta, dk, dv, q.shape[0], *key_tiles, k.shape[1], group, left, right, scale)
     window = (*shape, int(left >= 0), int(right >= 0))
-    _run(keys_kernel, plan, q, args, (*window, plan.parts, plan.stages, int(dq_acc is not None)))
-    if dq_acc is None:
+    if key_tiles is not None:
+        plan = _KEYS[shape] if dq_acc is None else _REDUCED[shape]
+        descs = _operands(q, k, v, do, plan.block, plan.rows // plan.parts)
+        added = descs[0] if dq_acc is None else Boxes(dq_acc, *box_of(dq_acc, plan.block, shape[0]))
+        args = (*descs, added, *strides, lse, delta, dk, dv, q.shape[0], *key_tiles, k.shape[1], group, left, right, scale)
+        _run(keys_kernel, plan, q, args, (*window, plan.parts, plan.stages, int(dq_acc is not None), int(adds)))
+    if query_tiles is not None:
         plan = _QUERIES[shape]
         descs = _operands(q, k, v, do, plan.rows // plan.parts, plan.block)
-        args = (*descs, *strides, lse, delta, dq, q.shape[0], *(query_tiles or ()), q.shape[1], group, left, right, scale)
-        _run(queries_kernel, plan, q, args, (*window, plan.parts, plan.stages))
-    else:
-        chunk, block = 16, 4096
-        grid = (triton.cdiv(dq.numel(), block), 1, 1)
-        launch(convert_kernel, grid, (dq_acc, dq, dq.numel() // chunk, scale), (chunk, block), 8)
+        args = (*descs, *strides, lse, delta, dq, q.shape[0], *query_tiles, q.shape[1], group, left, right, scale)
+        _run(queries_kernel, plan, q, args, (*window, plan.parts, plan.stages, int(adds)))
 
 
 def _run(kernel: Any, plan: _Plan, q: Tensor, args: tuple[Any, ...], constexprs: tuple[Any, ...]) -> None:

@@ -10,6 +10,12 @@ visible key to the first, so that the blocks that need a mask on the right, or z
 
 A warpgroup keeps the tensor cores busy during its softmax: having issued S = Q K^T of block j it issues O += P V of block j + 1,
 waits for S only, and takes the softmax of S while the second product runs.
+
+A section of keys between others adds its O to the fp32 `out` of those before, by reductions that nobody waits for; each row has one
+program, so the order is fixed. For that its scale must not change: a row of `out` is in units of e^`unit`, the LSE of the first
+section that saw a key. Only where a later one is larger by 2^JUMP is the unit its LSE from there on. The last section reads what
+was found while its first S is computed: its softmax starts from there. `lse` is updated in place. Rows that are padding to the last
+section need not have been to all: they get what was found.
 """
 
 # Tuples and branches on constants vanish while a kernel is traced, which Python's types cannot express. Annotations of aggregates
@@ -38,6 +44,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 ROWS = gl.constexpr(64)  # of a warpgroup: the M of wgmma
 GROUPS = gl.constexpr(2)  # warpgroups that compute; a third one leaves each too few registers, and gains nothing
 CHUNK = gl.constexpr(64)  # columns of a box of Q or K: 128 bytes, the widest swizzle
+JUMP = gl.constexpr(40.0)  # powers of two; fp32 has room for two more such
 FIELDS = gl.constexpr(8)  # integers that the loading warp hands on with a tile
 SWIZZLED = gl.constexpr(gl.NVMMASharedLayout(128, 16, 2))
 
@@ -325,10 +332,32 @@ def skip(k_ring, v_ring, it, count):
 
 
 @gluon.jit
-def attend(q_ring, q_first, k_ring, v_ring, it, view, scale, softcap, plan):
+def load_statistics(lse, unit, first, valid, LAYOUT: gl.constexpr):
+    """LSE and unit of the rows from `first` on as other keys left them; -inf behind the valid ones."""
+    i = first + gl.arange(0, ROWS, layout=LAYOUT)
+    return gl.load(lse + i, mask=i < valid, other=float("-inf")), gl.load(unit + i, mask=i < valid, other=float("-inf"))
+
+
+@gluon.jit
+def load_found(found, first, valid, row_stride, o):
+    """O of the rows from `first` on as other keys left it; nothing behind the valid ones."""
+    i = first + gl.arange(0, ROWS, layout=gl.SliceLayout(1, o.type.layout))[:, None]
+    d = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, o.type.layout))[None, :]
+    at = gl.multiple_of(found + i.to(gl.int64) * row_stride + d, [1, 16])
+    return gl.load(at, mask=(i < valid) & (d >= 0), other=0.0)
+
+
+@gluon.jit
+def share_of(lse, unit):
+    """e^(lse - unit), 0 where nothing was seen."""
+    return gl.where(lse == float("-inf"), 0.0, gl.exp2((lse - unit) * LOG2E))
+
+
+@gluon.jit
+def attend(q_ring, q_first, k_ring, v_ring, it, view, before, scale, softcap, plan):
     """Unnormalised O [ROWS, D_V], maxima m and sums [ROWS] of base-2 logits over the blocks of a view, and the new `it`.
 
-    `it` counts the blocks of all tiles: it says where they stand in the rings.
+    `it` counts the blocks of all tiles: it says where they stand in the rings. `before`: where `load_found` finds what, or ().
     """
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.D_V, 16])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BLOCK_N, 16])
@@ -336,6 +365,11 @@ def attend(q_ring, q_first, k_ring, v_ring, it, view, scale, softcap, plan):
     o = gl.zeros([ROWS, plan.D_V], gl.float32, layout=O_LAYOUT)
     m = gl.full([ROWS], float("-inf"), gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
     total = gl.zeros([ROWS], gl.float32, layout=gl.SliceLayout(1, S_LAYOUT))
+    if len(before) > 0:
+        found, lse, unit, first, valid, row_stride = before
+        o = load_found(found, first, valid, row_stride, o)
+        S_ROWS: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+        lse, unit = load_statistics(lse, unit, first, valid, S_ROWS)
     begin, end = view.blocks()
     if end > begin:
         whole_begin, whole_end = view.whole_blocks()
@@ -346,12 +380,17 @@ def attend(q_ring, q_first, k_ring, v_ring, it, view, scale, softcap, plan):
         k_ring.wait_full(it)
         s = warpgroup_mma_wait(0, deps=[issue_logits(q_ring, q_first, k_ring, it, plan.CHUNKS, S_LAYOUT)])
         k_ring.release(it)
+        if len(before) > 0:  # looked at no earlier than here: meanwhile it was loaded
+            m = unit * LOG2E
+            total = share_of(lse, unit)
         behind = view.others - (end - 1) * plan.BLOCK_N
         if behind < plan.BLOCK_N:
             v_ring.wait_full(it)
             zero_behind(v_ring.buffers.index(it % v_ring.STAGES), behind)
         s = settle(s, end - 1, whole_begin, whole_end, view, scale, softcap, plan.SOFTCAP)
         p, m, total, older = softmax_step(s, m, total, factor)
+        if len(before) > 0:
+            o = o * by_row(older, o)
         p = gl.convert_layout(p.to(q_ring.buffers.dtype), P_LAYOUT)
         k_ring.wait_full(it + 1, pred=end - 1 > begin)
         for i in range(end - 1 - begin):
@@ -374,6 +413,9 @@ def attend(q_ring, q_first, k_ring, v_ring, it, view, scale, softcap, plan):
         o = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v_ring.buffers.index(it % v_ring.STAGES), o, is_async=True)])
         v_ring.release(it)
         it += 1
+    elif len(before) > 0:
+        m = unit * LOG2E
+        total = share_of(lse, unit)
     return o, m, total, it
 
 
@@ -407,8 +449,8 @@ def joined(buffers, first, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def store_out(o, staging, out, i, valid, rows, out_row, D_V: gl.constexpr):
-    """Rows i of the tile, those from `valid` on as zeros; through shared memory, for 16-byte stores."""
+def store_out(o, staging, before, out, i, valid, rows, out_row, D_V: gl.constexpr):
+    """Rows i of the tile, those from `valid` on as found before or as zeros; through shared memory, for 16-byte stores."""
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_V, D_V // 8], [4, 1], [1, 0])
     staging.store(o.to(staging.dtype))
     x = staging.load(LAYOUT)
@@ -416,12 +458,53 @@ def store_out(o, staging, out, i, valid, rows, out_row, D_V: gl.constexpr):
     i = gl.convert_layout(i, gl.SliceLayout(1, LAYOUT))[:, None]
     d = gl.arange(0, D_V, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     at = gl.multiple_of(out + i.to(gl.int64) * out_row + d, [1, 16])
-    gl.store(at, gl.where(i < valid, x, gl.zeros_like(x)), mask=(i < rows) & (d >= 0))
+    padding = gl.zeros_like(x)
+    if len(before) > 0:
+        found = gl.multiple_of(before[0] + i.to(gl.int64) * out_row + d, [1, 16])
+        row = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)) + before[3]
+        lse = gl.load(before[1] + row, mask=(row >= valid) & (row < rows), other=float("-inf"))
+        unit = gl.load(before[2] + row, mask=(row >= valid) & (row < rows), other=float("-inf"))
+        share = gl.where(lse == float("-inf"), 0.0, gl.exp2((unit - lse) * LOG2E))[:, None]
+        padding = (gl.load(found, mask=(i >= valid) & (i < rows) & (d >= 0), other=0.0) * share).to(x.dtype)
+    gl.store(at, gl.where(i < valid, x, padding), mask=(i < rows) & (d >= 0))
+
+
+@gluon.jit
+def store_fp32(o, out, i, valid, rows, out_row):
+    """`store_out` of fp32, from the registers: 4 threads have a sector of 32 bytes."""
+    i = gl.convert_layout(i, gl.SliceLayout(1, o.type.layout))[:, None]
+    d = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, o.type.layout))[None, :]
+    at = gl.multiple_of(out + i.to(gl.int64) * out_row + d, [1, 16])
+    gl.store(at, gl.where(i < valid, o, 0.0), mask=(i < rows) & (d >= 0))
+
+
+@gluon.jit
+def merge(o, logsumexp, out, lse, unit, i, valid, out_row, old_lse, old_unit):
+    """Add O and its base-2 LSE to what the valid rows i hold."""
+    old, base = old_lse * LOG2E, old_unit * LOG2E
+    nothing = logsumexp == float("-inf")
+    jumps = logsumexp > base + JUMP  # where nothing was found, too
+    base_new = gl.where(jumps, logsumexp, base)
+    weight = gl.where(nothing, 0.0, gl.exp2(logsumexp - base_new))
+    decay = gl.where(jumps, gl.exp2(base - logsumexp) - 1.0, 0.0)  # of what is there, added as a difference
+    top = gl.maximum(old, logsumexp)
+    shift = gl.where(top == float("-inf"), 0.0, top)
+    merged = shift + gl.log2(gl.exp2(old - shift) + gl.exp2(logsumexp - shift))
+    gl.store(lse + i, merged * LN2, mask=i < valid)
+    gl.store(unit + i, base_new * LN2, mask=(i < valid) & jumps)
+
+    row = gl.convert_layout(i, gl.SliceLayout(1, o.type.layout))[:, None]
+    d = gl.arange(0, o.shape[1], layout=gl.SliceLayout(0, o.type.layout))[None, :]
+    at = gl.multiple_of(out + row.to(gl.int64) * out_row + d, [1, 16])
+    decay = by_row(decay, o)
+    there = gl.load(at, mask=(row < valid) & (decay < 0.0) & (d >= 0), other=0.0)
+    gl.atomic_add(at, o * by_row(weight, o) + there * decay, mask=(row < valid) & (d >= 0), sem="relaxed")
 
 
 @gluon.jit
 def consume(args, plan, GROUP: gl.constexpr):
-    q_ring, k_ring, v_ring, fields, out, lse, sink, out_strides, left, right, scale, softcap = args
+    q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, out_strides, left, right, scale, softcap = args
+    ADDS: gl.constexpr = len(before) > 0 and out.dtype.element_ty == gl.float32
     out_row, out_head, lse_head = out_strides
     n = 0
     it = 0
@@ -433,14 +516,40 @@ def consume(args, plan, GROUP: gl.constexpr):
         own_begin, own_end = view.blocks()
         own_end = gl.where(own_end > own_begin, own_end, begin)
         it = skip(k_ring, v_ring, it, end - own_end)
-        o, m, total, it = attend(q_ring, q_first, k_ring, v_ring, it, view, scale, softcap, plan)
+        here = ()
+        if len(before) > 0:
+            found = before[0] + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
+            lse_here = lse + head.to(gl.int64) * lse_head + row
+            unit_here = unit + head.to(gl.int64) * lse_head + row
+            if ADDS:
+                S_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BLOCK_N, 16]))
+                old_lse, old_unit = load_statistics(lse_here, unit_here, GROUP * ROWS, valid, S_ROWS)
+            else:
+                here = (found, lse_here, unit_here, GROUP * ROWS, valid, out_row)
+        o, m, total, it = attend(q_ring, q_first, k_ring, v_ring, it, view, here, scale, softcap, plan)
         it = skip(k_ring, v_ring, it, gl.minimum(own_begin, own_end) - begin)
 
         o, logsumexp = finish(o, m, total, sink, head, plan.SOFTMAX)
         i = GROUP * ROWS + gl.arange(0, ROWS, layout=logsumexp.type.layout)
-        gl.store(lse + head.to(gl.int64) * lse_head + row + i, gl.where(i < valid, logsumexp * LN2, float("-inf")), mask=i < rows)
-        staging = joined(q_ring.buffers, q_first, plan.D_V // CHUNK)
-        store_out(o, staging, out + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head, i, valid, rows, out_row, plan.D_V)
+        if ADDS:
+            to = out + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
+            merge(o, logsumexp, to, lse_here, unit_here, i, valid, out_row, old_lse, old_unit)
+        elif out.dtype.element_ty == gl.float32:
+            natural = gl.where(i < valid, logsumexp * LN2, float("-inf"))
+            gl.store(lse + head.to(gl.int64) * lse_head + row + i, natural, mask=i < rows)
+            gl.store(unit + head.to(gl.int64) * lse_head + row + i, natural, mask=i < rows)
+            to = out + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
+            store_fp32(o, to, i, valid, rows, out_row)
+        else:
+            kept = rows if len(before) == 0 else valid  # what is padding now need not have been
+            gl.store(
+                lse + head.to(gl.int64) * lse_head + row + i,
+                gl.where(i < valid, logsumexp * LN2, float("-inf")),
+                mask=i < kept,
+            )
+            staging = joined(q_ring.buffers, q_first, plan.D_V // CHUNK)
+            to = out + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
+            store_out(o, staging, here, to, i, valid, rows, out_row, plan.D_V)
         q_ring.release(n)
         n += 1
         row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
@@ -453,8 +562,8 @@ def consume(args, plan, GROUP: gl.constexpr):
     do_not_specialize=["heads", "group", "q_head", "k_head", "v_head", "out_row", "out_head", "lse_head", "left", "right"],
 )
 def attention_forward(
-    q, k, v, tiles, counts, out, lse, sink, heads, group, q_head, k_head, v_head, out_row, out_head, lse_head, left, right, scale,
-    softcap,
+    q, k, v, tiles, counts, found, unit, out, lse, sink, heads, group, q_head, k_head, v_head, out_row, out_head, lse_head,
+    left, right, scale, softcap,
     D_QK: gl.constexpr, D_V: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
     HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTMAX: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
@@ -469,11 +578,13 @@ def attention_forward(
     v_ring = make_ring(v, 1, STAGES)
     fields = gl.allocate_shared_memory(gl.int32, [Q_STAGES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()  # barriers must be seen by TMA
+    before = () if found is None else (found,)
     heads_in = (q_head, k_head, v_head)
     heads_out = (out_row, out_head, lse_head)
     load = (q, k, v, q_ring, k_ring, v_ring, fields, tiles, counts, heads, group, heads_in, left, right, plan)
     args = (
-        q_ring, k_ring, v_ring, fields, out, lse, sink, heads_out, left, right, scale.to(gl.float32), softcap.to(gl.float32)
+        q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, heads_out, left, right,
+        scale.to(gl.float32), softcap.to(gl.float32),
     )  # fmt: skip
     # 2 * 240 + 24 registers a thread are what 384 threads have.
     gl.warp_specialize([(consume, (args, plan, 0)), (consume, (args, plan, 1)), (produce, load)], [4, 1], [240, 24])
@@ -504,10 +615,10 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 
 
 def _plan(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, found: Tensor | None, unit: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor | None,
     short: bool, left: bool, right: bool, softmax: str, softcap: bool,
 ) -> Any:  # fmt: skip
-    """`sink` is here for its alignment: see `Plans`."""
+    """`found`, `unit` and `sink` are here for what kind they are: see `Plans`."""
     heads = q.shape[1]
     block_n, q_stages, stages = _SHAPES[q.shape[2], v.shape[2]][short]
     boxes = (box_of(q, ROWS.value, CHUNK.value), box_of(k, block_n, CHUNK.value), box_of(v, block_n, v.shape[2]))
@@ -522,6 +633,7 @@ _plans = Plans(_plan)
 def forward(
     q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, counts: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None, sequences: int,
     left: int, right: int, scale: float, softcap: float, softmax: str,
+    found: Tensor | None = None, unit: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Attention of q [Tq, Hq, D_QK] with k [Tk, Hkv, D_QK] and v [Tk, Hkv, D_V]: out [Tq, Hq, D_V] and lse float32 [Hq, Tq].
 
@@ -530,18 +642,23 @@ def forward(
     Args:
         tiles, counts: of blocks of BLOCK_M queries, int32; counts[1] is 0 and counts up. Every row of `out` and `lse` is written,
             padding rows with +0.0 and -inf.
-        out: contiguous. `lse` is in natural log.
+        out: contiguous, of q's dtype or fp32. `lse` is in natural log, its rows side by side.
         sink: float32 [Hq], for softmax "sink".
         sequences: how many there are; only their mean length is looked at, to choose the blocks.
         left, right: keys on each side of the diagonal that a row sees, -1 unbounded; causal is right = 0.
         softcap: 0.0 is none.
         softmax: "vanilla", "off_by_one" or "sink".
+        found, unit: None, or what attention to other keys gave for the rows that have tiles, fp32 [Tq, Hq, D_V], in units of
+            e^unit ([Hq, Tq], strided as lse), `lse` being its LSE: `out` and `lse` then become those of all keys. Softmax is
+            "vanilla". If `out` is fp32, too, it is `found` itself, and rows of tiles are all valid. `unit` alone: to be written
+            with an fp32 `out`.
     """
     windowed = left >= 0 and right >= 0 and left + right < _SHORT
     short = windowed or k.shape[0] < _SHORT * sequences
     key, (q_box, k_box, v_box, ints, constexprs) = _plans(
-        q, k, v, out, lse, sink, short, left >= 0, right >= 0, softmax, softcap > 0.0
+        q, k, v, found, unit, out, lse, sink, short, left >= 0, right >= 0, softmax, softcap > 0.0
     )
     boxes = (Boxes(q, *q_box), Boxes(k, *k_box), Boxes(v, *v_box))
-    args = (*boxes, tiles, counts, out, lse, lse if sink is None else sink, *ints, left, right, scale * _LOG2E, softcap)
+    sinks = lse if sink is None else sink
+    args = (*boxes, tiles, counts, found, unit, out, lse, sinks, *ints, left, right, scale * _LOG2E, softcap)
     launch_as(key, attention_forward, (multiprocessors(q.get_device()), 1, 1), args, constexprs)

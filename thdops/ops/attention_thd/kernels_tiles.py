@@ -12,7 +12,11 @@ A tile is 8 integers:
     3 other_row  the first row of its sequence in y
     4 others     valid rows of its sequence in y
     5 position   where its first row stands among y's rows: row r sees j with position + r - left <= j <= position + r + right
-Within a sequence tiles come last block first: under a causal mask those are the heavy ones, and light ones fill up the end.
+A table may be of fewer rows of x: of valid ones alone, or of valid ones of sequences that have valid rows in y too. Then a kernel
+leaves all other rows as they are.
+Within a sequence tiles come last block first: under a causal mask those are the heavy ones, and light ones fill up the end. SPREAD:
+so they do across all sequences, where there are so few tiles that the last sequence's heavy ones would come too late. Otherwise one
+sequence after the other keeps what they read in the cache.
 `counts` is two integers: the number of tiles, and 0, from which the programs of a kernel count the work items they take.
 """
 
@@ -35,9 +39,18 @@ def capacity(rows: int, sequences: int, block: int) -> int:
 
 
 def tile_table(
-    x: tuple[Tensor, Tensor | None, int], y: tuple[Tensor, Tensor | None, int] | None, bottom_right: bool, block: int
+    x: tuple[Tensor, Tensor | None, int],
+    y: tuple[Tensor, Tensor | None, int] | None,
+    bottom_right: bool,
+    block: int,
+    owned: str = "all",
+    spread: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(tiles int32 [capacity, 8], counts int32 [2]) of side x = (cu_seqlens, padded offsets, rows) against y (None: the same)."""
+    """(tiles int32 [capacity, 8], counts int32 [2]) of side x = (cu_seqlens, padded offsets, rows) against y (None: the same).
+
+    `owned`: which rows of x have a tile, "all", "valid" or "met" (those that have valid rows in y). `spread`: the last blocks of
+    all sequences come first, not those of the first sequence.
+    """
     cu_x, padded_x, rows_x = x
     cu_y, padded_y, rows_y = x if y is None else y
     sequences = cu_x.shape[0] - 1
@@ -57,7 +70,9 @@ def tile_table(
         most,
     )
     chunk = min(256, max(16, triton.next_power_of_2(sequences + 2)))
-    launch(tile_table_kernel, (triton.cdiv(most, _TILES), 1, 1), args, (y is None, bottom_right, block, _TILES, chunk))
+    launch(
+        tile_table_kernel, (triton.cdiv(most, _TILES), 1, 1), args, (y is None, bottom_right, owned, spread, block, _TILES, chunk)
+    )
     return tiles, counts
 
 
@@ -84,6 +99,8 @@ def tile_table_kernel(
     capacity,
     SHARED: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
+    OWNED: tl.constexpr,
+    SPREAD: tl.constexpr,
     BX: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -102,14 +119,12 @@ def tile_table_kernel(
     reached_y = tl.zeros([1], tl.int32)
     for first in range(0, sequences + 2, CHUNK):
         segment = first + tl.arange(0, CHUNK)
-        starts, ends, valids, reached_x = _extents(cu_x, padded_x, rows_x, sequences, segment, reached_x)
-        if SHARED:
-            starts_y = starts
-            valids_y = valids
-        else:
-            starts_y, _, valids_y, reached_y = _extents(cu_y, padded_y, rows_y, sequences, segment, reached_y)
-        behind = total + tl.cumsum((ends - starts + BX - 1) // BX, 0)
-        before = behind - (ends - starts + BX - 1) // BX
+        starts, ends, valids, starts_y, valids_y, reached_x, reached_y = _both(
+            cu_x, padded_x, rows_x, cu_y, padded_y, rows_y, sequences, segment, reached_x, reached_y, SHARED, OWNED
+        )
+        blocks = (ends - starts + BX - 1) // BX
+        behind = total + tl.cumsum(blocks, 0)
+        before = behind - blocks
         own = (before[None, :] <= tile[:, None]) & (tile[:, None] < behind[None, :])  # [TILES, CHUNK], one True a row in all
         start += tl.sum(tl.where(own, starts[None, :], 0), 1)
         end += tl.sum(tl.where(own, ends[None, :], 0), 1)
@@ -125,7 +140,23 @@ def tile_table_kernel(
     if BOTTOM_RIGHT:
         position += others - valid
     kept = tile < total
-    entry = tiles + tile.to(tl.int64) * 8
+    place = tile
+    if SPREAD:
+        place = tl.zeros([TILES], tl.int32)
+        total = tl.zeros([1], tl.int32)
+        reached_x = tl.zeros([1], tl.int32)
+        reached_y = tl.zeros([1], tl.int32)
+        for first in range(0, sequences + 2, CHUNK):
+            segment = first + tl.arange(0, CHUNK)
+            starts, ends, _, _, _, reached_x, reached_y = _both(
+                cu_x, padded_x, rows_x, cu_y, padded_y, rows_y, sequences, segment, reached_x, reached_y, SHARED, OWNED
+            )
+            blocks = (ends - starts + BX - 1) // BX
+            behind = total + tl.cumsum(blocks, 0)
+            ahead = (blocks[None, :] > block[:, None]) & (behind[None, :] < last[:, None])  # tiles of this number before
+            place += tl.sum(tl.maximum(blocks[None, :] - 1 - block[:, None], 0) + ahead.to(tl.int32), 1)
+            total = tl.maximum(total, tl.max(behind, 0))
+    entry = tiles + place.to(tl.int64) * 8
     tl.store(entry + 0, row, mask=kept)
     tl.store(entry + 1, tl.minimum(end - row, BX), mask=kept)
     tl.store(entry + 2, tl.minimum(tl.maximum(valid - block * BX, 0), BX), mask=kept)
@@ -139,6 +170,26 @@ def tile_table_kernel(
 @triton.jit
 def _largest(a, b):
     return tl.maximum(a, b)
+
+
+@triton.jit
+def _both(
+    cu_x, padded_x, rows_x, cu_y, padded_y, rows_y, sequences, segment, reached_x, reached_y, SHARED: tl.constexpr,
+    OWNED: tl.constexpr,
+):  # fmt: skip
+    """Of [CHUNK] segments: first row, row behind the last that is owned, valid rows in x; first row, valid rows in y; and what was
+    reached in each.
+    """
+    starts, ends, valids, reached_x = _extents(cu_x, padded_x, rows_x, sequences, segment, reached_x)
+    starts_y = starts
+    valids_y = valids
+    if not SHARED:
+        starts_y, _, valids_y, reached_y = _extents(cu_y, padded_y, rows_y, sequences, segment, reached_y)
+    if OWNED == "valid":
+        ends = starts + valids
+    elif OWNED == "met":
+        ends = starts + tl.where(valids_y > 0, valids, 0)
+    return starts, ends, valids, starts_y, valids_y, reached_x, reached_y
 
 
 @triton.jit

@@ -146,6 +146,51 @@ def local_cu_seqlens(
     return valid, starts
 
 
+@triton.jit(do_not_specialize=["sequences", "row_entries", "shares"])
+def all_local_cu_seqlens_kernel(
+    cu_seqlens, padded, valid_out, padded_out, sequences, row_entries, shares, ZIGZAG: tl.constexpr, ENTRIES: tl.constexpr
+):  # fmt: skip
+    """One program for each row of the result: of a rank, both chunks of every sequence, the first, or the second."""
+    share, which = tl.program_id(0) // 3, tl.program_id(0) % 3
+    first_chunk = share if ZIGZAG else 2 * share
+    second_chunk = 2 * shares - 1 - share if ZIGZAG else 2 * share + 1
+    row = valid_out + tl.program_id(0).to(tl.int64) * row_entries
+    total = tl.zeros([], tl.int64)
+    kind = valid_out.dtype.element_ty
+    tl.store(row, 0)
+    for first in range(0, sequences + 1, ENTRIES):
+        i = first + tl.arange(0, ENTRIES)
+        inside = i < sequences
+        begin = tl.load(padded + i, mask=i <= sequences, other=0).to(tl.int64)
+        end = tl.load(padded + i + 1, mask=inside, other=0).to(tl.int64)
+        own = begin // shares
+        tl.store(padded_out + i, own.to(kind), mask=i <= tl.where(tl.program_id(0) == 0, sequences, -1))
+        middle = own + tl.where(inside, (end // shares - own) // 2, 0)
+        tl.store(padded_out + row_entries + i, middle.to(kind), mask=i <= tl.where(tl.program_id(0) == 1, sequences, -1))
+        owned = tl.maximum(end - begin, 0)
+        length = tl.load(cu_seqlens + i + 1, mask=inside, other=0).to(tl.int64) - tl.load(cu_seqlens + i, mask=inside, other=0)
+        length = tl.minimum(length, owned)
+        chunk = owned // (2 * shares)
+        rows = tl.where(which < 2, tl.minimum(tl.maximum(length - first_chunk * chunk, 0), chunk), 0)
+        rows += tl.where(which != 1, tl.minimum(tl.maximum(length - second_chunk * chunk, 0), chunk), 0)
+        rows = tl.where(inside, rows, 0)
+        tl.store(row + 1 + i, (total + tl.cumsum(rows)).to(kind), mask=inside)
+        total += tl.sum(rows)
+
+
+def all_local_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_padded: Tensor, cp_size: int, partition: str) -> tuple[Tensor, Tensor]:
+    """What `local_cu_seqlens` gives for every rank, in one launch: valid `[W, 3, B+1]` of all its rows, first and second halves.
+
+    And where they stand among all of its rows, `[2, B+1]`: all of them and the first halves, the second halves.
+    """
+    entries = cu_seqlens.shape[0]
+    row = triton.cdiv(entries, 4) * 4  # so that every row is aligned alike, which kernels are compiled for
+    valid, starts = cu_seqlens.new_empty(cp_size, 3, row), cu_seqlens.new_empty(2, row)
+    args = (cu_seqlens, cu_seqlens_padded, valid, starts, entries - 1, row, cp_size)
+    launch(all_local_cu_seqlens_kernel, (3 * cp_size, 1, 1), args, (partition == "zigzag", _ENTRIES))
+    return valid[..., :entries], starts[..., :entries]
+
+
 # --- rows ----------------------------------------------------------------------------------------------------------------------
 
 _INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
