@@ -332,10 +332,12 @@ def _keys_blocks(call: GradCall) -> Blocks:
         return _BLOCKS_FP32
     if not _has_room(call.q.get_device()):
         return _BLOCKS_SMALL
-    # Of 8 x 4096 rows on an H200, ms: D 64 with two stages 1.84 and three 1.58; D 128 6.5, and 7.4 to 18 with other blocks; D 256
-    # (16 heads) 13.2, with 64 queries 14.3. Fewer queries than 64 must not be pipelined on Hopper: Triton 3.6 lets the loads of the
-    # next block overwrite what the asynchronous product for dk still reads, if another product of the loop is a synchronous one.
     width = _width(call)
+    if not _multiplies_asynchronously(call.q.get_device()):
+        return Blocks(64, 64, 4, 2) if width <= 64 else Blocks(32, 128 if width <= 128 else 64, 8, 2)
+    # Of 8 x 4096 rows on an H200, ms: D 64 with two stages 1.84 and three 1.58; D 128 6.5, and 7.4 to 18 with other blocks; D 256
+    # (16 heads) 13.2, with 64 queries 14.3. Fewer queries than 64 must not be pipelined here: their products are synchronous, and
+    # beside these Triton 3.6 lets the loads of the next block overwrite what the asynchronous product for dk still reads.
     if width <= 128:
         return Blocks(64, 64, 4, 3 if width <= 64 else 2)
     return Blocks(32, 64, 8, 1)
@@ -347,6 +349,12 @@ def _queries_blocks(call: GradCall) -> Blocks:
     if not _has_room(call.q.get_device()):
         return _BLOCKS_SMALL
     return Blocks(128, 64, 8, 2 if _width(call) <= 128 else 1)
+
+
+@cache
+def _multiplies_asynchronously(device_index: int) -> bool:
+    """Whether products of 64 rows and more run beside what follows them: from Hopper on. Taken to be so where there is no GPU."""
+    return device_index < 0 or torch.cuda.get_device_capability(device_index) >= (9, 0)
 
 
 @cache
