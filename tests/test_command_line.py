@@ -112,9 +112,3 @@ def test_tables_drawn_by_rich_hold_the_same_cells() -> None:
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "thdops", "list", "--json"], capture_output=True, text=True, check=True)
     assert {"zero_fill", "moe_aux_loss"} <= {record["op"] for record in json.loads(done.stdout)}
-
-
-def test_doctor_says_what_there_is() -> None:
-    status, out, _ = _run("doctor")
-    assert status == 0
-    assert "torch" in out

@@ -32,17 +32,15 @@ def main(argv: Sequence[str] | None = None, registry: Registry | None = None) ->
 
     bench = commands.add_parser("bench", help="time ops against what people write without them")
     demo = commands.add_parser("demo", help="every installed attention on one batch with NaN in its padding, in under a minute")
-    commands.add_parser("doctor", help="what this machine can run")
+    doctor = commands.add_parser("doctor", help="what this machine has, and what is known not to work together")
 
     words = sys.argv[1:] if argv is None else list(argv)
-    for name, its_parser in (("bench", bench), ("demo", demo)):
+    for name, its_parser in (("bench", bench), ("demo", demo), ("doctor", doctor)):
         if words[:1] == [name]:  # these bring their own arguments, and more imports than the rest
             module = importlib.import_module(f"thdops.{name}")
             module.add_arguments(its_parser)
             return module.main(parser.parse_args(words))
     arguments = parser.parse_args(words)
-    if arguments.command == "doctor":
-        return _doctor()
     if arguments.command == "list":
         return _list(registry or _ours(), arguments)
     return _check(arguments, registry)
@@ -108,40 +106,6 @@ def _progress(total: int) -> Iterator[Callable[[str, str, str], None] | None]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("checking", total=total)
         yield lambda op, check, outcome: bar.update(task, advance=1, description=f"{op}: {check}")
-
-
-def _doctor() -> int:
-    import platform
-    from importlib import metadata
-
-    import torch
-
-    from thdops import __version__
-    from thdops.conformance import render
-
-    def version(package: str) -> str:
-        return metadata.version(package) if importlib.util.find_spec(package) else "not installed"
-
-    gpu = torch.cuda.is_available()
-    if gpu:
-        major, minor = torch.cuda.get_device_capability()
-        device = f"{torch.cuda.get_device_name()} (sm_{major}{minor}), {torch.cuda.device_count()} in all"
-    else:
-        device = "none that torch sees: references serve CPU tensors, kernels can be interpreted"
-    rows = [
-        ("thdops", __version__),
-        ("python", platform.python_version()),
-        ("torch", torch.__version__),
-        ("triton", version("triton")),
-        ("GPU", device),
-        ("CUDA of torch", torch.version.cuda or "none"),
-        ("rich", version("rich")),
-    ]
-    render.show([render.Table("This machine", ("what", "found"), rows)])
-    if gpu and importlib.util.find_spec("triton") is None:
-        print("CUDA kernels need Triton: pip install 'thdops[kernels]'", file=sys.stderr)
-        return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -12,12 +12,10 @@ import datetime
 import json
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +23,7 @@ import torch
 from torch import Tensor
 
 from thdops._version import __version__
+from thdops.doctor import driver, version
 from thdops.registry import Bench, Cost, OpSpec, Registry
 from thdops.timing import Roofline, device_time, host_time, measure_roofline
 
@@ -258,28 +257,13 @@ def header(device: torch.device) -> dict[str, str]:
         "gpu": torch.cuda.get_device_name(device) if device.type == "cuda" else f"none, CPU ({platform.machine()})",
         "thdops": __version__,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": version("triton") or "not installed",
         "cuda": torch.version.cuda or "none",
-        "driver": _driver() if device.type == "cuda" else "none",
+        "driver": (driver() or "unknown") if device.type == "cuda" else "none",
         "python": platform.python_version(),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="minutes"),
         "command": shlex.join(["python", "-m", "thdops", *sys.argv[1:]]),
     }
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"
-
-
-def _driver() -> str:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        return "unknown"
 
 
 def first_line(error: BaseException) -> str:
@@ -439,7 +423,7 @@ def _against_peers(args: argparse.Namespace, specs: Sequence[OpSpec], device: to
 
     facts = header(device)
     peers = Peers(device, args.match, args.only)
-    facts |= {name: _version(name) for name in ("flash-attn-4", "nvidia-cudnn-frontend")}
+    facts |= {name: version(name) or "not installed" for name in ("flash-attn-4", "nvidia-cudnn-frontend")}
     facts["cudnn"] = str(torch.backends.cudnn.version())
     print("\n".join(f"{name:<22} {value}" for name, value in facts.items()))
     print("us: a call inside a CUDA graph (*: timed eagerly); speed-up: of the first provider over that row\n")
