@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from thdops import bench, bench_ranks, timing
+from thdops.bench_peers import Peers
 from thdops.registry import Bench, Contest, Cost, OpSpec, Outcome, Registry, Unserved, register
 
 REGISTRY = Registry("bench_test")
@@ -238,7 +240,45 @@ def test_the_plot_draws_a_roofline(tmp_path: Path) -> None:
     facts = {"gpu": "none", "torch": "2", "triton": "3", "date": "today"}
     file = tmp_path / "bench.svg"
     draw(file, rows, facts)
-    assert "<svg" in file.read_text()
+    assert "roofline" in _texts_of(file)
+
+
+def _texts_of(picture: Path) -> str:
+    """The texts of an SVG, which are comments beside their outlines."""
+    return "\n".join(re.findall("<!-- (.*?) -->", picture.read_text(), re.S))
+
+
+def test_a_picture_of_peers(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+    file, written = tmp_path / "peers.svg", tmp_path / "peers.json"
+    assert _run("double", "--peers", "--cpu", "--plot", str(file), "--json", str(written)) == 1  # "near" is wrong
+    texts = _texts_of(file)
+    assert all(name in texts for name in ("ours", "theirs", "others'"))
+    assert not any(name in texts for name in ("near", "absent", "failing"))
+    assert "10 numbers" in texts
+    assert "20 numbers" in texts
+    times = [row["speedup"] for row in json.loads(written.read_text())["rows"] if row["speedup"]]
+    assert len(times) == 4
+    assert all(f"({speedup:.2f}x)" in texts for speedup in times)
+
+
+def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What was measured is in the JSON all the same."""
+    pytest.importorskip("matplotlib", reason="the plot extra is not installed")
+    file = tmp_path / "bench.json"
+    assert _run("double", "--cpu", "--eager", "--plot", str(tmp_path / "bench.xyz"), "--json", str(file)) == 2
+    assert "bench.xyz cannot be written: Format 'xyz' is not supported" in capsys.readouterr().err
+    assert json.loads(file.read_text())["rows"]
+
+
+def test_a_picture_without_matplotlib_is_refused_at_the_start(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert _run("double", "--cpu", "--plot", "bench.png") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "--plot needs matplotlib; install it with: pip install 'thdops[plot]'" in captured.err
 
 
 # --- right or wrong ---------------------------------------------------------------------------------------------------------------
@@ -400,6 +440,15 @@ def test_peers_are_judged_then_timed(tmp_path: Path) -> None:
     assert [name for name, row in rows.items() if row["failed"]] == ["near"]
 
 
+def test_peers_are_held_against_the_roofline() -> None:
+    peers = Peers(CPU, "20", ["theirs"], timing.Roofline(read=1.0, write=1.0, copy=1.0, matmul=2.0))
+    (row,) = peers.rows([REGISTRY["double"]])
+    assert row.us is not None
+    assert row.floor_us == pytest.approx(20e6 / 2.0 / 1e6)
+    assert row.roofline == pytest.approx(10 / row.us)
+    assert row.above_floor_us == pytest.approx(row.us - 10)
+
+
 def test_only_some_peers(tmp_path: Path) -> None:
     file = tmp_path / "peers.json"
     assert _run("double", "--peers", "--cpu", "--only", "theirs", "others'", "--json", str(file)) == 0
@@ -427,7 +476,6 @@ def test_what_peers_took_goes_to_the_op(monkeypatch: pytest.MonkeyPatch, capsys:
     [
         (["--only", "ours", "--cpu"], "--only and --write-table are options of --peers"),
         (["--write-table", "--cpu"], "--only and --write-table are options of --peers"),
-        (["--peers", "--plot", "x.png", "--cpu"], "--plot draws ops beside their baselines"),
         (["--peers", "--write-table", "--cpu"], "--write-table keeps times, and those of --cpu say nothing"),
     ],
 )

@@ -109,6 +109,16 @@ def test_tables_drawn_by_rich_hold_the_same_cells() -> None:
         assert text in drawn
 
 
+def test_a_reader_that_has_seen_enough() -> None:
+    """As `| head` has: no traceback."""
+    with subprocess.Popen([sys.executable, "-m", "thdops", "list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+    assert process.returncode == 1
+
+
 def test_the_module_runs_as_a_program() -> None:
     done = subprocess.run([sys.executable, "-m", "thdops", "list", "--json"], capture_output=True, text=True, check=True)
     assert {"zero_fill", "moe_aux_loss"} <= {record["op"] for record in json.loads(done.stdout)}

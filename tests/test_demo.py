@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import math
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -152,6 +153,35 @@ def test_the_exit_status(monkeypatch: pytest.MonkeyPatch, function: Attend, ours
     assert "thdops reference" in out
     verdict = "A promise of thdops did not hold." if status else "Everything that thdops promises held."
     assert out.rstrip().endswith(verdict)
+
+
+def test_a_compilation_that_takes_too_long_is_left() -> None:
+    """Its other rows are there, and nothing that we promise is broken by it."""
+    reference = _reference()
+
+    def slow(*given: Tensor) -> tuple[Tensor, Tensor | None]:
+        time.sleep(30)
+        return reference.function(*given)
+
+    row = demo.examine(Attention("slow", reference.function, slow, compiled=True), SIZES, seconds=0.2)
+    late = set(demo.COLUMNS) - {"compiles", "same graph"}
+    assert {name for name, cell in row.cells.items() if cell.text == "late"} == late
+    assert row.cells["compiles"].text == "1"
+    assert row.notes == ["slow: not compiled within 0 s"]
+    assert row.held
+
+
+def test_what_is_compiled_keeps_one_setting() -> None:
+    """In a second one it would be compiled again, which takes longer than the rest of the table."""
+    reference, settings = _reference(), set()
+
+    def seen(q: Tensor, *rest: Tensor) -> tuple[Tensor, Tensor | None]:
+        deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+        settings.add((deterministic, torch.is_grad_enabled(), q.requires_grad, q.stride()))
+        return reference.function(q, *rest)
+
+    demo.examine(Attention("compiled", reference.function, seen, compiled=True), SIZES, seconds=60.0)
+    assert len(settings) == 1
 
 
 def test_a_loss_that_does_not_follow_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def _with(**packages: str) -> doctor.Machine:
         (_with(transformers="5.18.0"), "transformers 5.18.0 is not in >=5.17,<5.18"),
         (replace(RIGHT, interprets=True), "TRITON_INTERPRET is set"),
         (replace(RIGHT, capability=(7, 5)), "a GPU older than sm_80"),
-        (replace(RIGHT, gpus=(), capability=None), "driver 580.159 and torch for CUDA 13.0, which sees no GPU"),
+        (replace(RIGHT, gpus=(), capability=None), "driver 580.159 and torch for CUDA 13.0, which sees none"),
         (replace(RIGHT, gpus=(), capability=None, cuda_of_torch=""), "driver 580.159, but a CPU build of torch"),
         (replace(RIGHT, cuda_of_torch="", rocm_of_torch="7.1"), "torch for ROCm 7.1: not tested"),
     ],

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from thdops.progress import progress
 
 if TYPE_CHECKING:
     from thdops.registry import Registry
@@ -80,8 +80,8 @@ def _check(arguments: argparse.Namespace, registry: Registry | None) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         print("--device cuda: torch sees no GPU; leave it out to check what a CPU can tell", file=sys.stderr)
         return 2
-    with _progress(len(names) * len(CHECKS)) as progress:
-        report = run(registry, names, arguments.device, progress)
+    with progress(len(names) * len(CHECKS)) as at:
+        report = run(registry, names, arguments.device, lambda op, check, outcome: at(f"{op}: {check}", done=1))
     if arguments.json:
         fields = {"namespace": report.namespace, "device": report.device, "ok": report.ok}
         print(json.dumps({**fields, "ops": report.rows, "seconds": report.seconds}, indent=2))
@@ -94,19 +94,11 @@ def _check(arguments: argparse.Namespace, registry: Registry | None) -> int:
     return 0 if report.ok else 1
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[str, str, str], None] | None]:
-    """A bar on stderr if that is a terminal and rich is installed."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("checking", total=total)
-        yield lambda op, check, outcome: bar.update(task, advance=1, description=f"{op}: {check}")
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        status = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough, as `| head` has; a second flush at the exit would say so again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 1
+    sys.exit(status)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import platform
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from thdops._version import __version__
 from thdops.doctor import driver, version
+from thdops.progress import progress
 from thdops.registry import Bench, Cost, OpSpec, Registry
 from thdops.timing import Roofline, device_time, host_time, measure_roofline
 
@@ -295,40 +296,24 @@ def format_row(row: Row) -> str:
     return f"  {row.provider:<11}{line}" + (f"  * {row.note}" if row.note else "")
 
 
-def working(text: str) -> AbstractContextManager[Any]:
-    """A spinner on a terminal where rich is installed; silence elsewhere."""
-    if not sys.stderr.isatty():
-        return nullcontext()
-    try:
-        from rich.console import Console
-    except ImportError:
-        return nullcontext()
-    return Console(stderr=True).status(text)
-
-
 def _rows(
     registry: Registry, specs: Sequence[OpSpec], device: torch.device, roofline: Roofline | None, match: str, compiled_too: bool
 ) -> Iterator[Row]:
     """Every row of the benches whose name holds `match`. One that raises is a failed row: a long run must not lose what it has."""
-    for spec in specs:
-        offered = list(spec.benches(device))
-        benches = [bench for bench in offered if match in bench.name]
-        if not offered:
-            yield Row(spec.name, "none", "-", note="offers no bench")
-        for bench in benches:
-            rows = run_bench(registry, spec, bench, device, roofline, compiled_too)
-            while True:
+    offered = [(spec, list(spec.benches(device))) for spec in specs]
+    with progress(sum(match in bench.name for _, benches in offered for bench in benches)) as at:
+        for spec, benches in offered:
+            if not benches:
+                yield Row(spec.name, "none", "-", note="offers no bench")
+            for bench in (bench for bench in benches if match in bench.name):
+                at(f"{spec.name}: {bench.name}")
                 try:
-                    with working(f"{spec.name}: {bench.name}"):
-                        row = next(rows, None)
+                    yield from run_bench(registry, spec, bench, device, roofline, compiled_too)
                 except Exception as error:
-                    row = None
                     yield Row(spec.name, bench.name, "-", note=f"FAILED: {first_line(error)}", failed=True)
-                if row is None:
-                    break
-                yield row
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
+                if device.type == "cuda":
+                    torch.cuda.empty_cache()
+                at("", done=1)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -338,7 +323,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--match", default="", metavar="TEXT", help="only benches whose name holds it, such as T=65536")
     parser.add_argument("--eager", action="store_true", help="leave out what is compiled, the baseline and the op: it takes long")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write header, roofline and rows there")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw times and their floors there (needs matplotlib)")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw bars of times, and times against the roofline, there (needs matplotlib)"
+    )
     parser.add_argument(
         "--cpu", action="store_true", help="run every bench once on CPU: is the result right? Its times say nothing"
     )
@@ -361,8 +348,8 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
     if (args.only or args.write_table) and not args.peers:
         print("bench: --only and --write-table are options of --peers", file=sys.stderr)
         return 2
-    if args.peers and args.plot:
-        print("bench: --plot draws ops beside their baselines; leave it out with --peers", file=sys.stderr)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        print("bench: --plot needs matplotlib; install it with: pip install 'thdops[plot]'", file=sys.stderr)
         return 2
     if args.write_table and args.cpu:
         print("bench: --write-table keeps times, and those of --cpu say nothing; leave one of them out", file=sys.stderr)
@@ -379,23 +366,12 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
 
     facts = header(device)
     print("\n".join(f"{name:<9} {value}" for name, value in facts.items()))
-    roofline = None
-    if device.type == "cuda":
-        with working("measuring the roofline"):
-            roofline = measure_roofline(device)
-        print(
-            f"roofline  read {roofline.read:.0f} GB/s, write {roofline.write:.0f} GB/s, copy {roofline.copy:.0f} GB/s,"
-            f" bf16 matmul {roofline.matmul:.0f} TFLOP/s"
-        )
-        torch.cuda.empty_cache()
+    roofline = _roofline(device)
+    if roofline is not None:
         print("us: a call inside a CUDA graph (*: timed eagerly); +us: above the roofline; speed-up: of the op over that row\n")
     else:
         print("results are compared on CPU; the times are those of the references and say nothing about the kernels\n")
     rows = _shown(_rows(registry, specs, device, roofline, args.match, not args.eager))
-    if args.plot:
-        from thdops.bench_plot import draw
-
-        draw(args.plot, rows, facts)
     return _finished(args, facts, roofline, rows)
 
 
@@ -418,20 +394,34 @@ def _across_ranks(args: argparse.Namespace, device: torch.device) -> int:
     return _finished(args, facts, None, _shown(rows(device.type, args.match)))
 
 
+def _roofline(device: torch.device) -> Roofline | None:
+    """Measured and shown, on a GPU."""
+    if device.type != "cuda":
+        return None
+    roofline = measure_roofline(device)
+    torch.cuda.empty_cache()
+    print(
+        f"roofline  read {roofline.read:.0f} GB/s, write {roofline.write:.0f} GB/s, copy {roofline.copy:.0f} GB/s,"
+        f" bf16 matmul {roofline.matmul:.0f} TFLOP/s"
+    )
+    return roofline
+
+
 def _against_peers(args: argparse.Namespace, specs: Sequence[OpSpec], device: torch.device) -> int:
     from thdops.bench_peers import Peers
 
     facts = header(device)
-    peers = Peers(device, args.match, args.only)
     facts |= {name: version(name) or "not installed" for name in ("flash-attn-4", "nvidia-cudnn-frontend")}
     facts["cudnn"] = str(torch.backends.cudnn.version())
     print("\n".join(f"{name:<22} {value}" for name, value in facts.items()))
+    roofline = _roofline(device)
+    peers = Peers(device, args.match, args.only, roofline)
     print("us: a call inside a CUDA graph (*: timed eagerly); speed-up: of the first provider over that row\n")
     rows = _shown(peers.rows(specs))
     for spec in specs:
         if args.write_table and spec.write_table is not None:
             print(f"\nwrote {spec.write_table(device, peers.outcomes, facts)}")
-    return _finished(args, facts, None, rows)
+    return _finished(args, facts, roofline, rows)
 
 
 def _shown(rows: Iterable[Row]) -> list[Row]:
@@ -453,6 +443,14 @@ def _finished(args: argparse.Namespace, facts: Mapping[str, str], roofline: Roof
             _write_json(args.json, facts, roofline, rows)
         except OSError as error:
             print(f"bench: --json {args.json} cannot be written: {error}", file=sys.stderr)
+            return 2
+    if args.plot:
+        from thdops.bench_plot import draw
+
+        try:
+            draw(args.plot, rows, facts)
+        except (OSError, ValueError) as error:  # ValueError: no picture has that suffix
+            print(f"bench: --plot {args.plot} cannot be written: {error}", file=sys.stderr)
             return 2
     failed = sum(row.failed for row in rows)
     if failed:

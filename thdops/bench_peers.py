@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from thdops.bench import Row, difference, first_line, tensors
-from thdops.registry import Contest, OpSpec, Outcome, Unserved
-from thdops.timing import device_time
+from thdops.progress import progress
+from thdops.registry import Contest, Cost, OpSpec, Outcome, Unserved
+from thdops.timing import Roofline, device_time
 
 __all__ = ["Peers"]
 
@@ -27,19 +28,24 @@ class Peers:
     match: str = ""
     providers: Sequence[str] = ()
     """Only those whose name is listed; () = all."""
+    roofline: Roofline | None = None
+    """What times are held against; None on a CPU."""
     outcomes: list[Outcome] = field(default_factory=list)
 
     def rows(self, specs: Sequence[OpSpec]) -> Iterator[Row]:
         """The rows of every contest whose name holds `match`."""
-        for spec in specs:
-            for contest in () if spec.contests is None else spec.contests(self.device):
-                if self.match in contest.name:
-                    yield from self._contest(spec.name, contest)
+        offered = [(spec.name, contest) for spec in specs if spec.contests is not None for contest in spec.contests(self.device)]
+        wanted = [(op, contest) for op, contest in offered if self.match in contest.name]
+        with progress(len(wanted)) as at:
+            for op, contest in wanted:
+                at(f"{op}: {contest.name}")
+                yield from self._contest(op, contest)
+                at("", done=1)
 
     def _contest(self, op: str, contest: Contest) -> Iterator[Row]:
         try:
             args = contest.make()
-            flops = contest.cost(*args).flops
+            cost = contest.cost(*args)
         except Exception as error:  # a long run must not lose what it has
             yield Row(op, contest.name, "-", note=f"FAILED: {first_line(error)}", failed=True)
             return
@@ -50,12 +56,21 @@ class Peers:
             row = self._timed(Row(op, contest.name, name), contest, prepare, args)
             if row.us is not None:
                 self.outcomes.append(Outcome(contest, name, row.us))
-                row = replace(row, rate=flops / row.us / 1e6, unit="TFLOP/s", speedup=None if first is None else row.us / first)
+                speedup = None if first is None else row.us / first
                 first = row.us if name == leader else first
+                row = self._judged(replace(row, speedup=speedup), row.us, cost)
             yield row
             torch._dynamo.reset()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
+
+    def _judged(self, row: Row, us: float, cost: Cost) -> Row:
+        """With what the time says of the device."""
+        row = replace(row, rate=cost.flops / us / 1e6, unit="TFLOP/s")
+        if self.roofline is None:
+            return row
+        floor = self.roofline.floor_us(cost)
+        return replace(row, roofline=floor / us, floor_us=floor, above_floor_us=us - floor)
 
     def _timed(self, row: Row, contest: Contest, prepare: Callable[..., Callable[[], object]], args: tuple[object, ...]) -> Row:
         try:

@@ -11,25 +11,31 @@ import argparse
 import json
 import math
 import random
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import thdops
-from thdops.bench import first_line, header, working
+from thdops.bench import first_line, header
 from thdops.conformance.render import Table, show
 from thdops.demo_attention import Attention, installed
+from thdops.progress import progress
 from thdops.timing import device_time
 
 __all__ = ["Cell", "Row", "add_arguments", "main"]
 
+_SECONDS = 45.0
+"""After so long nothing is waited for that torch compiles. What is left of a minute is for what follows a compilation."""
 _BATCHES = 20
 _WARM_UPS = 3
 _NOT_OURS = "number"  # of the loss's columns: what a count as a Python number gives
@@ -41,7 +47,7 @@ _LEGEND = f"""\
 out dQ dK dV LSE: are padding rows exactly zero (LSE: -inf)?   valid rows: finite, and right against fp64?
 compiles: for {_BATCHES} layouts   syncs: of one forward and backward   same graph: right on layouts that it was not made with
 us: one forward, microseconds, with no row empty and with half of them (*: timed outside of a graph)
--: not offered   n/a: for a GPU to show"""
+-: not offered   n/a: for a GPU to show   late: its compilation did not end in time"""
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 2e-2}
 
 
@@ -171,31 +177,60 @@ def _expected(where: Layout, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> d
 # --- what is asked of an attention ------------------------------------------------------------------------------------------------
 
 
-def examine(attention: Attention, sizes: Sizes) -> Row:
-    """Every column. What raises is an answer too."""
+def examine(attention: Attention, sizes: Sizes, seconds: float = math.inf) -> Row:
+    """Every column. What raises is an answer too; so is a compilation that takes longer than `seconds`."""
     row = Row(attention.name, attention.ours)
     tensors = _random(sizes)
-    for columns, ask, memory in (
-        (("compiles", "same graph"), _compiles, nullcontext),
-        # In one setting, for a compiled attention compiles again in another, which takes most of the time.
-        ((*_RESULTS, "valid rows"), _padding, _fresh_memory_is_nan),
-        (("syncs",), _syncs, _fresh_memory_is_nan),
-        (("same graph",), _graph, _fresh_memory_is_nan),
-        (tuple(_TIMES), _times, nullcontext),
+    # One that torch compiles keeps one setting from its first call to its last: in any other it would compile again.
+    fresh_memory_is_nan = _used_memory_is_nan(tensors) if attention.compiled else _deterministic_memory_is_nan()
+    for columns, ask, setting in (
+        (("compiles", "same graph"), _compiles, nullcontext()),
+        ((*_RESULTS, "valid rows"), _padding, fresh_memory_is_nan),
+        (("syncs",), _syncs, nullcontext()),
+        (("same graph",), _graph, nullcontext()),
+        (tuple(_TIMES), _times, nullcontext()),
     ):
+        compiles_now = attention.compiled and ask is _padding
         try:
-            with warnings.catch_warnings(), memory():
+            with warnings.catch_warnings(), setting, _patience(seconds) if compiles_now else nullcontext():
                 warnings.simplefilter("ignore")
                 row.cells |= ask(attention, sizes, tensors)
         except Exception as error:
             row.cells |= dict.fromkeys(columns, Cell("raises", False))
             row.notes.append(f"{attention.name}, {', '.join(columns)}: {first_line(error)}")
+        except _OutOfTime:
+            row.cells = dict.fromkeys(COLUMNS, Cell("late")) | row.cells
+            row.notes.append(f"{attention.name}: not compiled within {seconds:.0f} s")
+            break
     return row
 
 
+class _OutOfTime(BaseException):
+    """No `Exception`: a compiler would catch it, and fall back or report a fault of its own."""
+
+
 @contextmanager
-def _fresh_memory_is_nan() -> Iterator[None]:
-    """A row that nobody writes shows, instead of holding zeros by luck."""
+def _patience(seconds: float) -> Iterator[None]:
+    """Raise `_OutOfTime` inside after so long. Signals reach the main thread alone, so elsewhere there is no limit."""
+    if seconds == math.inf or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: object) -> NoReturn:
+        raise _OutOfTime
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, max(seconds, 0.001))  # 0 would switch it off
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def _deterministic_memory_is_nan() -> Iterator[None]:
+    """Every `torch.empty` holds NaN: a row that nobody writes shows, instead of holding zeros by luck."""
     settings: Any = torch.utils.deterministic
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fill = settings.fill_uninitialized_memory
@@ -206,6 +241,16 @@ def _fresh_memory_is_nan() -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         settings.fill_uninitialized_memory = fill
+
+
+@contextmanager
+def _used_memory_is_nan(like: Sequence[Tensor]) -> Iterator[None]:
+    """The same for code that Inductor makes, whose buffers the setting above does not reach: what the allocator hands out next is
+    what it got back last, which is full of NaN."""
+    rows = [torch.full_like(x, math.nan) for x in like for _ in range(4)]
+    numbers_of_rows = [torch.full(x.shape[:2], math.nan, device=x.device) for x in like for _ in range(4)]
+    del rows, numbers_of_rows
+    yield
 
 
 def _padding(attention: Attention, sizes: Sizes, tensors: list[Tensor]) -> dict[str, Cell]:
@@ -309,11 +354,11 @@ def _times(attention: Attention, sizes: Sizes, tensors: list[Tensor]) -> dict[st
     for column, empty in _TIMES.items():
         where = layout(sizes, empty, seed=0)
         q, k, v, _ = _filled(tensors, where.padding(sizes.rows), 0)
-        with torch.no_grad():
-            time, _ = device_time(
-                lambda _, given=(q, k, v, *where.metadata): attention.run(*given), 1 if q.is_cuda else 5, sizes.device
-            )
-        cells[column] = Cell(f"{time.p50:.0f}" + "*" * (time.how == "events"))
+        for x in (q, k, v):
+            x.requires_grad_(attention.gradients)  # as in training, and as where it was compiled
+        given = (q, k, v, *where.metadata)
+        taken, _ = device_time(lambda _, given=given: attention.run(*given), 1 if q.is_cuda else 5, sizes.device)
+        cells[column] = Cell(f"{taken.p50:.0f}" + "*" * (taken.how == "events"))
     return cells
 
 
@@ -406,22 +451,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> int:
     """Run the demo; 0 if all that thdops promises holds, else 1."""
+    start = time.monotonic()
     device = torch.device("cuda" if torch.cuda.is_available() and not arguments.cpu else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(1)  # the batch is tiny: threads only cost
     sizes = sizes_for(device)
     q, k, v, _ = _random(sizes)
-    rows = []
-    for attention in installed(q, k, v, *layout(sizes, 0.4, seed=0).metadata):
-        with working(f"demo: {attention.name}"):
-            rows.append(examine(attention, sizes))
-    with working("demo: the load-balancing loss"):
+    attentions = list(installed(q, k, v, *layout(sizes, 0.4, seed=0).metadata))
+    found: dict[str, Row] = {}
+    with progress(len(attentions) + 1) as at:
+        at("demo: the load-balancing loss")
         aux = aux_loss(device)
+        for attention in sorted(attentions, key=lambda one: one.compiled):  # what may take long comes last, and gets what is left
+            at(f"demo: {attention.name}", done=1)
+            found[attention.name] = examine(attention, sizes, start + _SECONDS - time.monotonic())
+    rows = [found[attention.name] for attention in attentions]
     ok = all(row.held for row in (*rows, *aux))
     facts = header(device)
     if arguments.json:
-        found = {"header": facts, "attention": [asdict(row) for row in rows], "aux_loss": [asdict(row) for row in aux], "ok": ok}
-        print(json.dumps(found, indent=1))
+        tables = {"attention": [asdict(row) for row in rows], "aux_loss": [asdict(row) for row in aux]}
+        print(json.dumps({"header": facts, **tables, "ok": ok}, indent=1))
     else:
         show(_tables(sizes, facts, rows, aux, ok))
     return 0 if ok else 1

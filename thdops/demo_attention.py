@@ -24,20 +24,24 @@ Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], tuple[Ten
 
 @dataclass(frozen=True)
 class Attention:
-    """One row. `run` is how it is used, `function` what a compiler is given; `ours` says whether the promises are."""
+    """One row. `run` is how it is used, `function` what a compiler is given; `ours` says whether the promises are.
+
+    `compiled`: `run` is compiled by torch when first called, which takes long, and again in every other setting of torch.
+    """
 
     name: str
     function: Attend
     run: Attend
     ours: bool = False
     gradients: bool = True
+    compiled: bool = False
 
 
 def installed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_padded: Tensor) -> Iterator[Attention]:
     """Every one that serves calls like this one on this machine, ours last."""
     gpu = q.is_cuda
     yield Attention("SDPA with a mask", _sdpa, _sdpa)
-    yield Attention("FlexAttention", _flex, torch.compile(_flex) if gpu else _flex, gradients=gpu)
+    yield Attention("FlexAttention", _flex, torch.compile(_flex) if gpu else _flex, gradients=gpu, compiled=gpu)
     if gpu:
         yield Attention("torch varlen_attn", _varlen, _varlen)
     if gpu and _found("flash_attn.flash_attn_interface"):

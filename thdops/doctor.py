@@ -7,7 +7,6 @@ known to be wrong is found.
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import json
 import os
 import platform
@@ -126,7 +125,7 @@ _PACKAGE_PROBLEMS: dict[str, tuple[Callable[[str], bool], str, str]] = {
     "triton": (partial(_below, "3.6"), "is older than 3.6: kernels do not compile", "pip install 'thdops[kernels]'"),
     "flash-attn-4": (
         partial(_is_not, "4.0.0b36"),
-        "is not 4.0.0b36: backend \"fa4\" calls functions that no other release promises",
+        'is not 4.0.0b36: backend "fa4" calls functions that no other release promises',
         "pip install 'thdops[fa4]'",
     ),
     "nvidia-cudnn-frontend": (
@@ -162,10 +161,11 @@ def known_problems(machine: Machine) -> Iterator[Problem]:
         yield Problem(f"torch for ROCm {machine.rocm_of_torch}: not tested", "use a CUDA or CPU build")
     if machine.driver and not machine.gpus:
         if machine.cuda_of_torch:
-            what = f"driver {machine.driver} and torch for CUDA {machine.cuda_of_torch}, which sees no GPU: the driver may be too old"
+            what = f"driver {machine.driver} and torch for CUDA {machine.cuda_of_torch}, which sees none: the driver may be too old"
             yield Problem(what, "update the driver, install torch for an older CUDA, or look at CUDA_VISIBLE_DEVICES")
         else:
-            yield Problem(f"driver {machine.driver}, but a CPU build of torch", "install torch for CUDA (its install page says how)")
+            what = f"driver {machine.driver}, but a CPU build of torch"
+            yield Problem(what, "install a build for CUDA (torch's install page says how)")
     if machine.capability is not None and machine.capability < (8, 0):
         yield Problem("a GPU older than sm_80: kernels are compiled and tested for sm_80 and later", "use a newer GPU")
 
