@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from thdops.conformance.case import Arguments, CheckFailed, OpUnderTest, as_tuple, copied, describe, is_metadata, naming
 from thdops.conformance.declared import faked
 from thdops.conformance.gradients import differentiable, grad_slots, gradients, upstream_for, with_grad
-from thdops.conformance.interpreter import implementations
+from thdops.conformance.interpreter import implementations, once, whole_storage
 from thdops.conformance.tensors import bits, close, error_of, place, same_bits
 
 _MARGIN = 64  # elements of canary before and behind a tensor
@@ -30,19 +30,14 @@ def check_inputs_untouched(case: OpUnderTest) -> None:
                 if args is None:
                     continue
                 before = copied(args)
-                work = copied(args)
-                function(*work)
-                for slot, old in zip(case.slots(work), case.slots(before), strict=True):
+                after = once(case, function, args).args
+                for slot, old in zip(case.slots(after), case.slots(before), strict=True):
                     if slot.argument not in case.spec.mutates:
-                        same_bits(f"{label}input {slot.label} after the call", _storage(slot.tensor), _storage(old.tensor))
+                        what = f"{label}input {slot.label} after the call"
+                        same_bits(what, whole_storage(slot.tensor), whole_storage(old.tensor))
     for sample in case.compile_samples() if differentiable(case) else []:
         with naming(sample.name):
             _untouched_by_backward(case, sample.args)
-
-
-def _storage(tensor: Tensor) -> Tensor:
-    """Everything that a tensor's storage holds, as bytes."""
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def _untouched_by_backward(case: OpUnderTest, args: Arguments) -> None:
@@ -138,7 +133,7 @@ def check_every_element_written(case: OpUnderTest) -> None:
                 if args is None:
                     continue
                 truth = case.truth(args)
-                plain = case.call(function, args)
+                plain = once(case, function, args).results
                 with poisoned_allocations():
                     results = case.call(function, args)
                 for i, (actual, before, expected) in enumerate(zip(results, plain, truth, strict=True)):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from thdops.conformance.case import Arguments, CheckFailed, OpUnderTest, copied, naming
 from thdops.conformance.gradients import differentiable, gradients, upstream_for, with_grad
-from thdops.conformance.interpreter import implementations, interpretable, interpreted
+from thdops.conformance.interpreter import implementations, interpretable, interpreted, once
 from thdops.conformance.tensors import as_good_as, close, kind, same_bits
 
 # How many roundings eager code of a dtype may lose against fp64. Half precisions are rounded at every step, so a few steps are
@@ -79,7 +79,7 @@ def _near_truth(case: OpUnderTest, function: Callable[..., Any], args: Arguments
     truth = case.truth(args)
     with torch.no_grad():
         eager = case.call(case.eager, args)
-    results = case.call(function, args)
+    results = once(case, function, args).results
     if len(results) != len(truth):
         raise CheckFailed(f"the kernel returns {len(results)} tensors, the reference {len(truth)}")
     for i, (actual, low, expected) in enumerate(zip(results, eager, truth, strict=True)):
