@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import sys
@@ -330,10 +331,22 @@ def test_forward_and_backward_as_two_graphs() -> None:
 # --- the benchmark ----------------------------------------------------------------------------------------------------------------
 
 
-def test_the_benchmark_runs(tmp_path: Path) -> None:
-    assert graph_buckets.main(["--max-tokens", "128", "--steps", "1", "--out", str(tmp_path)]) == 0
+def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "pictures" / "graph_buckets.svg"
+    options = ["--max-tokens", "128", "--steps", "1", "--out", str(tmp_path), "--picture", str(picture)]
+    assert graph_buckets.main(options) == 0
     found = json.loads((tmp_path / "buckets.json").read_text())
     assert {way: len(times) for way, times in found["ms"].items()} == dict.fromkeys(("exact", "one graph", "4 buckets"), 9)
+    out = capsys.readouterr().out
+    table = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("|")]
+    assert table[0] == ["tokens", "exact", "one graph", "4 buckets", "4 buckets / exact"]
+    assert [row[0] for row in table[2:]] == [f"{share:.1%}" for share in graph_buckets.SHARES]
+    ratios = [buckets / exact for buckets, exact in zip(found["ms"]["4 buckets"], found["ms"]["exact"], strict=True)]
+    assert [row[-1] for row in table[2:]] == [f"{ratio:.2f}" for ratio in ratios]
+    assert f"4 buckets take at most {max(ratios):.2f} times as long as the exact size; the aim is 1.1" in out
+    if importlib.util.find_spec("matplotlib"):
+        texts = re.findall("<!-- (.*?) -->", picture.read_text())
+        assert {"eager, exact size", "one graph, pool of 0.00 GiB", "4 buckets, pool of 0.00 GiB"} <= set(texts)
     calls = 1 + graph_buckets._LOTS
     assert found["graphs"]["one graph"]["runs"] == {"128": 9 * calls}
     # shares of 5, 12.5 and 25 % stand in the first bucket, then two in each
