@@ -34,8 +34,9 @@ import thdops
 from thdops.integrations.transformers import patch_router, register
 from thdops.packing import IGNORE_INDEX
 
-_TOLERANCE = {"cpu": 1e-5, "cuda": 1e-3}
-"""How far fp32 results may be from the library's, relative, by norm. A GPU's matrix products may round their inputs to tf32."""
+_TOLERANCE = {"cpu": 1e-4, "cuda": 1e-3}
+"""How far fp32 results may be from the library's, relative, by norm. Queries' gradients nearly vanish in the first steps; a GPU's
+matrix products may round their inputs to tf32."""
 _CHECKED_ROWS = 400
 _CPU_SIZES = {"steps": 40, "max_tokens": 512, "max_seqs": 12, "lr": 3e-3}
 
