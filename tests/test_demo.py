@@ -6,9 +6,11 @@ import contextlib
 import io
 import json
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -49,6 +51,14 @@ def test_ours_keeps_every_promise(found: dict[str, Any]) -> None:
     assert _texts(ours, "out", "dQ", "dK", "dV", "LSE", "valid rows", "same graph") == ["ok"] * 6 + ["ok (compiled)"]
     assert _texts(ours, "compiles", "syncs") == ["1", "n/a"]
     assert all(float(text) > 0 for text in _texts(ours, "us full", "us half"))
+
+
+def test_the_readme_shows_this_table(found: dict[str, Any]) -> None:
+    readme = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+    (block,) = (text for text in re.findall(r"^```text\n(.*?)^```$", readme, re.M | re.S) if "compiles" in text)
+    columns = [column for column in demo.COLUMNS if not column.startswith("us ")]
+    cells = [[row["name"], *_texts(row, *columns)] for row in found["attention"]]
+    assert [re.split(r"\s{2,}", line.strip()) for line in block.splitlines()] == [columns, *cells]
 
 
 def test_the_others_show_what_nan_in_padding_does(found: dict[str, Any]) -> None:

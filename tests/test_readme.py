@@ -11,7 +11,8 @@ import torch
 import thdops
 from thdops.namespace import REGISTRY
 
-README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text()
 
 
 def test_the_code_runs_and_zeroes_what_it_says() -> None:
@@ -33,6 +34,11 @@ def test_the_code_runs_and_zeroes_what_it_says() -> None:
     assert sums.num_tokens == 8
     torch.testing.assert_close(names["routed"].aux_loss, 8 * 1e-2 / 2 / 8 / 8 * (sums.counts * sums.scores).sum())
     assert [rows.tolist() for rows in names["batch"].unpack(names["batch"].tokens)] == [[1, 2, 3], [4, 5, 6, 7, 8]]
+
+
+def test_pictures_are_there() -> None:
+    missing = [name for name in re.findall(r"!\[[^]]*\]\((.*?)\)", README) if not (ROOT / name).is_file()]
+    assert missing == []
 
 
 def test_every_op_and_public_function_is_named() -> None:
