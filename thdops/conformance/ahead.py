@@ -1,14 +1,16 @@
 """Compiling every kernel of an op ahead of time, for GPUs that are not there.
 
 The launcher runs on the CPU tensors of the samples, but its launches are intercepted and compiled for each architecture of the
-spec. That needs a process in which Triton does not interpret, one per op.
+spec. That needs a process in which Triton does not interpret.
 """
 
 from __future__ import annotations
 
+import atexit
 import importlib.util
 import json
 import os
+import select
 import subprocess
 import sys
 import tempfile
@@ -43,20 +45,60 @@ def compile_ahead(case: OpUnderTest) -> dict[str, Any]:
         "path": sys.path,
         "calls": [(s.name, s.args) for s in on_cpu.samples() if not _has_fp64(on_cpu, s.args)],
     }
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "job.pt"
         torch.save(job, file)
-        command = [
-            sys.executable,
-            "-c",
-            f"import sys; sys.path[:0] = {sys.path!r}; from {__name__} import main; main({str(file)!r})",
-        ]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=_TIMEOUT)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        raise CheckFailed(f"the compiling process ended with {done.returncode}: {last}")
-    return json.loads(done.stdout.splitlines()[-1])
+        return _process().compile(file)
+
+
+class _Process:
+    """Compiles one job after the other: it takes seconds to start, most of what a small op takes."""
+
+    def __init__(self) -> None:
+        environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+        code = f"import sys; sys.path[:0] = {sys.path!r}; from {__name__} import main; main()"
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115  (open as long as the process, and closed with it)
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._errors, "text": True}
+        self._process = subprocess.Popen([sys.executable, "-c", code], env=environment, **pipes)
+        atexit.register(self.end)
+
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
+    def compile(self, file: Path) -> dict[str, Any]:
+        """The outcome of the job in `file`."""
+        jobs, answers = self._process.stdin, self._process.stdout
+        if jobs is None or answers is None:
+            raise RuntimeError("the compiling process has no pipes")
+        print(file, file=jobs, flush=True)
+        if not select.select([answers], [], [], _TIMEOUT)[0]:
+            self.end()
+            raise CheckFailed(f"not compiled within {_TIMEOUT} s")
+        line = answers.readline()
+        if line:
+            return json.loads(line)
+        status = self._process.wait()
+        self._errors.seek(0)
+        last = (self._errors.read().strip().splitlines() or ["no output"])[-1]
+        raise CheckFailed(f"the compiling process ended with {status}: {last}")
+
+    def end(self) -> None:
+        """End it, at the latest with this process."""
+        atexit.unregister(self.end)
+        self._process.kill()
+        self._process.communicate()
+        self._errors.close()
+
+
+_running: list[_Process] = []
+
+
+def _process() -> _Process:
+    """The one that runs; another one where it has ended."""
+    if not _running or not _running[0].runs:
+        _running[:] = [_Process()]
+    return _running[0]
 
 
 def _has_fp64(case: OpUnderTest, args: tuple[Any, ...]) -> bool:
@@ -64,11 +106,11 @@ def _has_fp64(case: OpUnderTest, args: tuple[Any, ...]) -> bool:
 
 
 class _Driver:
-    """A stand-in for Triton's driver: one pretended GPU per architecture, device i being the i-th."""
+    """A stand-in for Triton's driver: a pretended GPU per architecture. That is its device's number, too, for Triton keeps what it
+    has compiled by device."""
 
     def __init__(self, architectures: list[int]) -> None:
-        self.architectures = architectures
-        self.device = 0
+        self.device = architectures[0]
 
     def get_current_device(self) -> int:
         return self.device
@@ -79,7 +121,7 @@ class _Driver:
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", self.architectures[self.device], 32)
+        return GPUTarget("cuda", self.device, 32)
 
 
 class _Compiler:
@@ -90,6 +132,7 @@ class _Compiler:
     def __init__(self, architectures: list[int]) -> None:
         import triton
 
+        self.architectures = architectures
         self.driver = _Driver(architectures)
         driver: Any = triton.runtime.driver
         driver.set_active(self.driver)
@@ -106,10 +149,9 @@ class _Compiler:
             return
         self.seen.add(key)
         kind = self.kinds[id(kernel)] = self.kinds.get(id(kernel), -1) + 1
-        devices = range(len(self.driver.architectures))
-        for device in devices if kind == 0 else [kind % len(devices)]:
-            self.driver.device = device
-            name = f"{kernel.__name__} sm_{self.driver.architectures[device]}"
+        for architecture in self.architectures if kind == 0 else [self.architectures[kind % len(self.architectures)]]:
+            self.driver.device = architecture
+            name = f"{kernel.__name__} sm_{architecture}"
             try:
                 kernel.warmup(*args, *constexprs, grid=grid, **options)
                 self.compiled.append(name)
@@ -134,8 +176,15 @@ def _kind(arg: Any) -> Any:
     return (int, -(2**31) <= arg < 2**31) if isinstance(arg, int) else type(arg)
 
 
-def main(file: str) -> None:
-    """Compile what a job file describes and print the outcome as JSON on the last line."""
+def main() -> None:
+    """Compile the jobs whose files are named on stdin, line by line; a line of JSON on stdout is the outcome of one."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever else is printed is no answer
+    for line in sys.stdin:
+        print(json.dumps(_compile(Path(line.rstrip("\n")))), file=answers, flush=True)
+
+
+def _compile(file: Path) -> dict[str, Any]:
     from thdops.ops.launch import intercept
 
     job = torch.load(file, weights_only=False)
@@ -146,4 +195,4 @@ def main(file: str) -> None:
     for _, args in job["calls"]:
         with intercept(compiler):
             launcher(*args)
-    print(json.dumps({"compiled": sorted(set(compiler.compiled)), "failures": sorted(set(compiler.failures))}))
+    return {"compiled": sorted(set(compiler.compiled)), "failures": sorted(set(compiler.failures))}
