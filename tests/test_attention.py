@@ -93,6 +93,16 @@ def test_no_row_no_sequence_no_key(device: str) -> None:
         compare(computed(case, given, device), oracle(case, given), dtype)
 
 
+def test_one_key_leaves_no_sign_on_padding() -> None:
+    """A product over a single key is no sum: 0 times a negative number stays -0.0, where a sum would begin with +0.0."""
+    q = torch.randn(32, 4, 64, requires_grad=True)
+    k, v, cu, padded = -torch.ones(1, 1, 64), torch.randn(1, 1, 64), torch.tensor([0, 1]), torch.tensor([0, 32])
+    out = thdops.attention(q, k, v, cu, cu, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=cu)
+    (dq,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert not dq[1:].any()
+    assert not dq[1:].signbit().any()
+
+
 def test_max_logit_ignores_padding_and_has_no_gradient() -> None:
     case = Case(GAPS, options={"causal": True})
     given = poisoned(case, numbers(case, torch.float32), torch.inf)
@@ -271,6 +281,8 @@ def test_second_derivatives_are_refused() -> None:
         ({"window": (1.5, 0)}, ValueError, "window must be a pair of integers (left, right), got (1.5, 0); pass -1"),
         ({"scale": torch.ones(())}, TypeError, "scale must be a number, got a tensor; it has no gradient; scale q to learn one"),
         ({"softcap": torch.ones(())}, TypeError, "softcap must be a number, got a tensor"),
+        ({"scale": "0.5"}, TypeError, "scale must be a Python number, got a str; pass int(...) or float(...)"),
+        ({"softmax": None}, TypeError, "softmax must be a string, got None; see the function's arguments"),
     ],
 )
 def test_options_of_another_kind_are_refused_by_name(options: dict[str, Any], error: type[Exception], text: str) -> None:

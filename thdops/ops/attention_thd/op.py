@@ -13,7 +13,7 @@ from torch import Tensor
 
 from meta_kernels import attention_thd as contract
 from meta_kernels.attention_thd import Call
-from meta_kernels.contract import check_tensors, refusal
+from meta_kernels.contract import check_kinds, check_static, check_tensors, refusal
 from thdops.namespace import REGISTRY
 from thdops.ops.attention_thd import contests, flops, measured, reference, samples
 from thdops.registry import OpSpec, register
@@ -179,6 +179,8 @@ def _call(
     for name, value in (("scale", scale), ("softcap", softcap)):
         if isinstance(value, Tensor):
             raise refusal("attention", name, "be a number", "a tensor", "it has no gradient; scale q to learn one", TypeError)
+    check_static("attention", scale=scale, softcap=softcap)
+    check_kinds("attention", str, softmax=softmax)
     q, k, v = autocast(q, k, v)
     return Call(
         q=q,

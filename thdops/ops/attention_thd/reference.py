@@ -150,6 +150,7 @@ def _attention_grad(call: GradCall, operand: torch.dtype) -> tuple[Tensor, Tenso
         dqs.append(_over_keys(ds, k_rows) * call.scale)
 
     dq = _joined(dqs, call.q.new_zeros(0, *call.q.shape[1:], dtype=dtype))
+    dq = torch.where(place.valid_q[:, None, None], dq, 0)  # where there is one key, 0 * -k is -0.0
     return (
         dq.to(call.q.dtype),
         dk.transpose(0, 1).contiguous().to(call.k.dtype),
