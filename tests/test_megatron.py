@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+import math
 import re
 import sys
 import types
@@ -259,6 +260,20 @@ def test_batches_with_padding(layout: str, given: str) -> None:
     assert_same(out, torch.stack(expected, along), leaves)
 
 
+@pytest.mark.parametrize("kind", ["causal", "padding_causal"])
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize(("batch", "length"), [(0, 5), (3, 0)])
+def test_batches_without_a_row(batch: int, length: int, layout: str, kind: str) -> None:
+    shape = (length, batch) if layout == "sbhd" else (batch, length)
+    leaves = qkv(*shape)
+    attend = module(kind, qk_clip=True)
+    out = attend(*leaves, torch.zeros(batch, 1, 1, length).bool(), packed_seq_params=PackedSeqParams(layout))
+    assert out.shape == (*shape, HEADS * WIDTH)
+    assert [x.shape for x in torch.autograd.grad(out.sum(), leaves)] == [x.shape for x in leaves]
+    assert attend.current_max_attn_logits is not None
+    assert attend.current_max_attn_logits.tolist() == [-torch.inf] * HEADS
+
+
 CROSS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "full": ("no_mask", {}, {}),
     "causal": ("causal", {}, {"causal": True}),
@@ -306,6 +321,9 @@ def test_cross_attention_with_padding() -> None:
     q, k, v = leaves
     first = torch.nn.functional.pad(alone(q[0, :2], k[0, :4], v[0, :4]), (0, 0, 0, 1))
     assert_same(out, torch.stack((first, alone(q[1], k[1, :2], v[1, :2]))), leaves)
+    same = masks[0][:, None, None]  # for keys as many as queries
+    whole = attend(q, k[:, :3], v[:, :3], (same, same), packed_seq_params=PackedSeqParams("bshd"))
+    torch.testing.assert_close(whole[0, :2], alone(q[0, :2], k[0, :2], v[0, :2]))
 
 
 @pytest.mark.parametrize("layout", ["thd", "sbhd"])
@@ -341,9 +359,10 @@ def test_the_largest_logits_since_the_last_look() -> None:
     attend = module(qk_clip=True, softmax_scale=1.0)
     assert attend.current_max_attn_logits is None
     largest = torch.full((HEADS,), -torch.inf, dtype=torch.float64)
-    for _ in range(3):
+    for turn in range(3):
         q, k, v = qkv(5, 2)
-        attend(q, k, v, None)
+        with torch.inference_mode(turn == 0):
+            attend(q, k, v, None)
         logits = torch.einsum("sbhd,tbhd->bhst", q, k.repeat_interleave(2, 2))
         hidden = torch.ones(5, 5).triu(1).bool()
         largest = torch.maximum(largest, logits.masked_fill(hidden, -torch.inf).amax((0, 2, 3)).detach())
@@ -414,7 +433,13 @@ def test_groups_of_all_ways_and_orders(monkeypatch: pytest.MonkeyPatch) -> None:
         return q
 
     monkeypatch.setattr(dot_product_attention.context_parallel, "attention", record)
-    two, three = (SimpleNamespace(size=lambda n=n: n) for n in (2, 3))
+    two, three = "two", "three"
+    sizes = {two: 2, three: 3}
+    monkeypatch.setattr(
+        dot_product_attention,
+        "place_in",
+        lambda op, group: (math.prod(map(sizes.__getitem__, [group] if isinstance(group, str) else group)), 0),
+    )
     attend = module(
         context_parallel_size=6, cp_comm_type="a2a+p2p", model_comm_pgs=None, pg_collection=SimpleNamespace(hcp=[two, three])
     )
@@ -469,6 +494,12 @@ REFUSED_MODULES: list[tuple[dict[str, Any], str]] = [
     ({"kind": None}, "attn_mask_type must be one of"),
     ({"attention_type": "other"}, "attention_type must be one of self, cross, got 'other'"),
     ({"cp_comm_type": "ring"}, "cp_comm_type must be one of p2p, all_gather, a2a, a2a+p2p, got 'ring'"),
+    ({"window_size": (1, 2, 3)}, "config.window_size must be a pair of integers (left, right), got (1, 2, 3)"),
+    (
+        {"window_size": (1, 0), "window_attn_skip_freq": [1], "layer_number": 2},
+        "config.window_attn_skip_freq must be a number or reach layer 2, got [1]",
+    ),
+    ({"window_size": (1, 0), "window_attn_skip_freq": 0}, "config.window_attn_skip_freq must be a number or reach layer 1, got 0"),
     ({"tensor_model_parallel_size": 4}, "config.num_query_groups must be a multiple of tensor_model_parallel_size (4), got 2"),
 ]
 REFUSED_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -505,18 +536,33 @@ REFUSED_CALLS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
         "packed_seq_params.cp_group must name the context-parallel ranks",
     ),
     (
-        {"kind": "padding", "context_parallel_size": 2, "pg_collection": SimpleNamespace(cp=SimpleNamespace(size=lambda: 2))},
+        {"kind": "padding", "context_parallel_size": 2, "pg_collection": SimpleNamespace(cp="two ranks")},
         {"packed_seq_params": _BATCH},
         "qkv_format must be 'thd' with padding and context parallelism, got qkv_format='bshd' and a mask with padding",
     ),
     (
-        {
-            "attention_type": "cross",
-            "context_parallel_size": 2,
-            "pg_collection": SimpleNamespace(cp=SimpleNamespace(size=lambda: 2)),
-        },
+        {"attention_type": "cross", "context_parallel_size": 2, "pg_collection": SimpleNamespace(cp="two ranks")},
         {},
         "attention_type must be 'self' under context parallelism, got keys of their own",
+    ),
+    (
+        {"cp_comm_type": "a2a+p2p", "context_parallel_size": 2, "pg_collection": SimpleNamespace(hcp="two ranks")},
+        {},
+        "group must be a pair (of 'a2a', of 'p2p') with 'a2a+p2p', got 'two ranks'; pass both, or choose another",
+    ),
+    ({}, {"query": torch.zeros(16)}, "query must be [S, B, H, D] with qkv_format='sbhd', got shape [16]; reshape it"),
+    ({}, {"key": torch.zeros(2, 1, 2, 16)}, "key must have the 3 sequences of query, got 1; pass keys of the same sequences"),
+    (
+        {"attention_type": "cross"},
+        {"key": torch.zeros(3, 3, 2, 16), "packed_seq_params": _BATCH},
+        "key must have the 2 sequences of query, got 3",
+    ),
+    ({}, {"value": torch.zeros(2, 6, 1, 16)}, "value must have 2 heads, as the configuration says, got 1"),
+    ({}, {"value": torch.zeros(3, 2, 2, 16)}, "value must stand in the rows of key ([2, 3, 2, 16]), got [3, 2, 2, 16]"),
+    (
+        {"kind": "padding"},
+        {"packed_seq_params": PackedSeqParams("bshd", torch.tensor(3))},
+        "cu_seqlens_q must have 1 dimension [B+1], got shape []",
     ),
 ]
 
@@ -530,10 +576,24 @@ def test_modules_that_cannot_be_served(settings: dict[str, Any], text: str) -> N
 @pytest.mark.parametrize(
     ("settings", "call", "text"), REFUSED_CALLS, ids=lambda value: value[:40] if isinstance(value, str) else ""
 )
-def test_calls_that_cannot_be_served(settings: dict[str, Any], call: dict[str, Any], text: str) -> None:
+def test_calls_that_cannot_be_served(
+    settings: dict[str, Any], call: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dot_product_attention, "place_in", lambda op, group: (2, 0))
     attend = module(**settings)
     with pytest.raises(ValueError, match=re.escape(f"DotProductAttention: {text}")):
-        attend(*qkv(2, 3), **{"attention_mask": None, **call})
+        attend(**{**dict(zip(("query", "key", "value"), qkv(2, 3), strict=True)), "attention_mask": None, **call})
+
+
+def test_what_is_no_tensor_is_refused_by_name() -> None:
+    query, key, _ = qkv(2, 3)
+    not_one: Any = None
+    with pytest.raises(TypeError, match="DotProductAttention: value must be a tensor, got None"):
+        module()(query, key, not_one, None)
+    with pytest.raises(TypeError, match="DotProductAttention: cu_seqlens_q must be a tensor, got a list"):
+        module("padding")(*qkv(2, 3), None, packed_seq_params=PackedSeqParams("bshd", [0, 3, 6]))
+    with pytest.raises(ValueError, match="DotProductAttention: cp_comm_type must be one of p2p"):
+        module().set_context_parallel_group(None, cp_comm_type="ring")
 
 
 def test_a_pack_without_lengths_is_refused() -> None:

@@ -5,7 +5,6 @@ T rows, B sequences, S rows of each, Hq and Hkv heads of a tensor-parallel rank,
 
 from __future__ import annotations
 
-import math
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +14,8 @@ from torch import Tensor, nn
 from meta_kernels.context_attention import COMMS
 from meta_kernels.contract import check_choice, kind_of, refusal
 from thdops import context_parallel
-from thdops.integrations.megatron.layouts import OP, Mask, Rows, mask_of, rows_of
+from thdops.context_parallel.groups import place_in
+from thdops.integrations.megatron.layouts import OP, Mask, Rows, check_shapes, mask_of, rows_of
 from thdops.ops.attention_thd.op import attention
 
 _SOFTMAX = {"vanilla": "vanilla", "off-by-one": "off_by_one", "learnable": "learnable"}
@@ -111,10 +111,11 @@ class DotProductAttention(nn.Module):
             vars(self.softmax_offset).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
 
     def set_context_parallel_group(
-        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str = "p2p"
+        self, cp_group: Any, cp_global_ranks: Any = None, cp_stream: Any = None, cp_comm_type: str | None = "p2p"
     ) -> None:
         """Share sequences out among the ranks of `cp_group`, or among none (None). Global ranks and stream are of no effect."""
-        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type
+        self.cp_group, self.cp_comm_type = cp_group, cp_comm_type or "p2p"
+        check_choice(OP, "cp_comm_type", self.cp_comm_type, COMMS)
 
     def forward(
         self,
@@ -167,12 +168,9 @@ class DotProductAttention(nn.Module):
         mask = self.mask if attn_mask_type is None else mask_of(attn_mask_type)
         layout = getattr(packed_seq_params, "qkv_format", None) or "sbhd"
         check_choice(OP, "qkv_format", layout, ("thd", "sbhd", "bshd"))
-        for name, x, heads in (("query", query, self.heads), ("key", key, self.kv_heads)):
-            if x.shape[-2] != heads:
-                rule = f"have {heads} heads, as the configuration says"
-                raise refusal(OP, name, rule, x.shape[-2], "pass one tensor-parallel rank's heads")
+        check_shapes(layout, query, key, value, self.heads, self.kv_heads)
         group = self._group(packed_seq_params)
-        ranks = 1 if group is None or layout == "thd" else _ranks_of(group)
+        ranks = 1 if group is None or layout == "thd" else place_in(OP, group)[0]
         self_attention = self.attention_type == "self"
         rows = rows_of(layout, query, key, value, mask, attention_mask, packed_seq_params, self_attention, ranks)
         out = self._attend(rows, mask, group)
@@ -185,14 +183,20 @@ class DotProductAttention(nn.Module):
         """The group, or pair of groups, of a call; None without context parallelism."""
         group, size = getattr(params, "cp_group", None), getattr(params, "local_cp_size", None)
         if group is not None:
-            return group
+            return self._checked(group)
         if size == 1 or (size is None and self.cp_size == 1 and self.cp_group is None):
             return None
         if size is not None or self.cp_group is None:
             where = "pg_collection" if size is None else "packed_seq_params.cp_group"
             fix = "pass it, call set_context_parallel_group, or set packed_seq_params.cp_group"
             raise refusal(OP, where, "name the context-parallel ranks", "none", fix)
-        return self.cp_group
+        return self._checked(self.cp_group)
+
+    def _checked(self, group: Any) -> Any:
+        if self.cp_comm_type == "a2a+p2p" and not (isinstance(group, (tuple, list)) and len(group) == 2):
+            fix = "pass both, or choose another cp_comm_type"
+            raise refusal(OP, "group", "be a pair (of 'a2a', of 'p2p') with 'a2a+p2p'", repr(group), fix)
+        return group
 
     def _attend(self, rows: Rows, mask: Mask, group: Any) -> Any:
         sink = None if self.softmax_offset is None else self.softmax_offset.float().repeat(rows.folded)
@@ -230,10 +234,11 @@ class DotProductAttention(nn.Module):
         )
 
     def _count(self, largest: Tensor) -> None:
-        if self.current_max_attn_logits is None:
-            self.current_max_attn_logits = largest.clone()
-        else:
-            self.current_max_attn_logits.copy_(torch.maximum(self.current_max_attn_logits, largest))
+        with torch.inference_mode(False):  # a tensor made in inference mode could not be updated outside
+            if self.current_max_attn_logits is None:
+                self.current_max_attn_logits = largest.clone()
+            else:
+                self.current_max_attn_logits.copy_(torch.maximum(self.current_max_attn_logits, largest))
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """For Megatron's distributed checkpoints: `softmax_offset`, cut by heads. Megatron alone calls it, so it is installed."""
@@ -248,17 +253,20 @@ class DotProductAttention(nn.Module):
 def _window_of(config: Any, layer_number: int) -> tuple[int, int]:
     """The window of a layer, counted from 1: every N-th has none, or those where the pattern says 0."""
     window, skip = getattr(config, "window_size", None), getattr(config, "window_attn_skip_freq", None)
-    if not window or (isinstance(skip, int) and layer_number % skip == 0):
+    if not window:
         return -1, -1
-    if isinstance(skip, (list, tuple)) and not skip[layer_number - 1]:
-        return -1, -1
-    left, right = window
-    return left, right
-
-
-def _ranks_of(group: Any) -> int:
-    """Of a process group, or of all of a pair."""
-    return math.prod(map(_ranks_of, group)) if isinstance(group, (tuple, list)) else group.size()
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise refusal(OP, "config.window_size", "be a pair of integers (left, right)", window, "pass -1 for an unbounded side")
+    if isinstance(skip, (tuple, list)) and len(skip) >= layer_number:
+        windowed = skip[layer_number - 1]
+    elif isinstance(skip, int) and skip > 0:
+        windowed = layer_number % skip
+    elif skip is None:
+        windowed = True
+    else:
+        fix = "pass N for a layer without a window after N - 1 with one"
+        raise refusal(OP, "config.window_attn_skip_freq", f"be a number or reach layer {layer_number}", repr(skip), fix)
+    return tuple(window) if windowed else (-1, -1)
 
 
 def _share(name: str, heads: int, ranks: int) -> int:

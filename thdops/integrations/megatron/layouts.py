@@ -11,10 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from meta_kernels.contract import check_integers, kind_of, refusal, shape_of
+from meta_kernels.contract import check_integers, check_rank, check_tensors, kind_of, refusal, shape_of
 from thdops.integrations.padded import has_holes, sequences_of_tokens
 
 OP = "DotProductAttention"
+
+_NAMES = {"thd": "[T, H, D]", "sbhd": "[S, B, H, D]", "bshd": "[B, S, H, D]"}
+_BATCH = {"sbhd": 1, "bshd": 0}
+"""Along which dimension the sequences of a batch stand."""
 
 
 class Mask(NamedTuple):
@@ -62,26 +66,41 @@ class Rows(NamedTuple):
     folded: int = 1
 
 
+def check_shapes(layout: str, query: Tensor, key: Tensor, value: Tensor, heads: int, kv_heads: int) -> None:
+    """Refuse what could not be told from a legal call once sequences and heads are rows."""
+    names = _NAMES[layout]
+    check_tensors(OP, query=query, key=key, value=value)
+    for name, x, own in (("query", query, heads), ("key", key, kv_heads), ("value", value, kv_heads)):
+        if x.dim() != names.count(",") + 1:
+            raise refusal(OP, name, f"be {names} with qkv_format={layout!r}", f"shape {shape_of(x)}", "reshape it")
+        if x.shape[-2] != own:
+            rule = f"have {own} heads, as the configuration says"
+            raise refusal(OP, name, rule, x.shape[-2], "pass one tensor-parallel rank's heads")
+    if layout in _BATCH and key.shape[_BATCH[layout]] != query.shape[_BATCH[layout]]:
+        batch = query.shape[_BATCH[layout]]
+        fix = "pass keys of the same sequences"
+        raise refusal(OP, "key", f"have the {batch} sequences of query", key.shape[_BATCH[layout]], fix)
+    if value.shape[:-2] != key.shape[:-2]:
+        raise refusal(OP, "value", f"stand in the rows of key ({shape_of(key)})", shape_of(value), "pass values of the same keys")
+
+
 def rows_of(
     layout: str, q: Tensor, k: Tensor, v: Tensor, mask: Mask, attention_mask: Any, params: Any, self_attention: bool, ranks: int
 ) -> Rows:
-    """The rows of a call; `params` has the fields of `PackedSeqParams`, or is None. `ranks` is W, q, k and v one rank's."""
-    rank, names = (3, "[T, H, D]") if layout == "thd" else (4, "[S, B, H, D]" if layout == "sbhd" else "[B, S, H, D]")
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.dim() != rank:
-            raise refusal(OP, name, f"be {names} with qkv_format={layout!r}", f"shape {shape_of(x)}", "reshape it")
+    """The rows of a call that `check_shapes` let pass; `params` has the fields of `PackedSeqParams`, or is None. `ranks` is W, q, k
+    and v one rank's."""
     if layout == "thd":
         return _packed(q, k, v, params, self_attention)
     if mask.padding:
         if ranks > 1:
             got = f"qkv_format={layout!r} and a mask with padding"
             raise refusal(OP, "qkv_format", "be 'thd' with padding and context parallelism", got, "pack the batch")
-        lengths = _lengths_of(q, k, 1 if layout == "sbhd" else 0, attention_mask, params, self_attention)
+        lengths = _lengths_of(q, k, _BATCH[layout], attention_mask, params, self_attention)
     else:
         lengths = None
     if layout == "bshd":
         return _batch(q, k, v, lengths, self_attention, ranks)
-    if lengths is not None:
+    if lengths is not None or q.shape[1] == 0:  # no sequence would be no head
         rows = _batch(q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), lengths, self_attention, ranks)
         return rows._replace(restore=lambda out: rows.restore(out).transpose(0, 1).contiguous())
     return _folded(q, k, v, self_attention, ranks)
@@ -125,7 +144,7 @@ def _folded(q: Tensor, k: Tensor, v: Tensor, self_attention: bool, ranks: int) -
     keys = None if _same_rows(q, k, 0, self_attention) else ends[1]
 
     def restore(out: Tensor) -> Tensor:
-        return out.reshape(length, batch, -1)
+        return out.unflatten(1, (batch, -1)).flatten(2)
 
     q, k, v = (x.flatten(1, 2) for x in (q, k, v))
     return Rows(q, k, v, ends[0], None, keys, None, (length, k.shape[0]), restore, batch)
@@ -144,17 +163,19 @@ def _lengths_of(q: Tensor, k: Tensor, along: int, attention_mask: Any, params: A
         for name, x in (("cu_seqlens_q", q), ("cu_seqlens_kv", k)):
             valid = _field(params, name)
             valid = params.cu_seqlens_q if valid is None else valid
+            check_tensors(OP, **{name: valid})
+            check_rank(OP, name, valid, 1, "[B+1]")
             if valid.shape[0] != batch + 1:
                 got = f"{valid.shape[0]} entries"
                 raise refusal(OP, name, f"have B + 1 entries ({batch + 1})", got, "pass one length per sequence of the batch")
             rows = torch.arange(batch + 1, dtype=valid.dtype, device=valid.device) * x.shape[1 - along]
             found.append((valid, rows))
         return found
-    masks = attention_mask if isinstance(attention_mask, (tuple, list)) else (attention_mask, attention_mask)
-    if len(masks) != 2 or (masks[0] is masks[1] and not self_attention):
-        raise refusal(
-            OP, "attention_mask", "be a pair of masks in cross-attention", kind_of(attention_mask), "pass (queries', keys')"
-        )
+    paired = isinstance(attention_mask, (tuple, list))
+    masks = attention_mask if paired else (attention_mask, attention_mask)
+    if len(masks) != 2 or not (paired or self_attention):
+        got = f"{len(masks)} masks" if paired else kind_of(attention_mask)
+        raise refusal(OP, "attention_mask", "be a pair of masks in cross-attention", got, "pass (queries', keys')")
     found = []
     for mask, x in zip(masks, (q, k), strict=True):
         shape = (batch, 1, 1, x.shape[1 - along])
