@@ -6,6 +6,7 @@ T rows of the pack, W ranks. Groups are tested where there are processes: `test_
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -101,6 +102,21 @@ def test_a_pack_that_cannot_be_shared_out_is_refused(max_tokens: int, pad_multip
     with pytest.raises(ValueError) as refused:  # noqa: PT011 - the whole text is compared
         ShardedSequences.of(pack, W, 0)
     assert str(refused.value) == f"PackedSequences.shard: {text}"
+
+
+@pytest.mark.parametrize(
+    ("cp_size", "error", "text"),
+    [(0, ValueError, "cp_size must be at least 1, got 0"), ("2", TypeError, "cp_size must be a Python number, got a str")],
+)
+def test_a_number_of_ranks_that_is_none_is_refused(cp_size: Any, error: type[Exception], text: str) -> None:
+    with pytest.raises(error, match=f"PackedSequences.shard: {text}"):
+        ShardedSequences.of(PackedSequences.allocate(8, 1, pad_multiple=4), cp_size, 0)
+
+
+@pytest.mark.parametrize("group", [[], None, "nobody's"])
+def test_what_is_no_group_is_refused(group: Any) -> None:
+    with pytest.raises(ValueError, match=r"PackedSequences\.shard: group must be a process group"):
+        PackedSequences.allocate(8, 1, pad_multiple=4).shard(group)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from meta_kernels.contract import refusal
+from meta_kernels.contract import check_count, check_integers, refusal
 from thdops._documents import ROW_FIELDS, PackSpec, spec_from_json, spec_to_json
 from thdops.ops.context.op import local_cu_seqlens, partition_indices
 
@@ -82,7 +82,10 @@ class ShardedSequences:
     @classmethod
     def of(cls, pack: PackedSequences, cp_size: int, cp_rank: int, partition: str = "zigzag") -> ShardedSequences:
         """As `PackedSequences.shard`, of a rank that is told by number: needs no process group."""
-        op, unit = "PackedSequences.shard", 2 * cp_size
+        op = "PackedSequences.shard"
+        check_integers(op, cp_size=cp_size, cp_rank=cp_rank)
+        check_count(op, "cp_size", cp_size, 1)
+        unit = 2 * cp_size
         for name, fix in (
             ("max_tokens", "allocate the pack with such a capacity"),
             ("pad_multiple", f"allocate the pack with pad_multiple={unit}: every sequence is cut into 2 * cp_size chunks"),

@@ -29,7 +29,7 @@ def names_of(op: str, group: Any) -> list[str]:
     # By type: to a tracer a group is opaque, and asking what attributes it has is an error.
     if isinstance(group, str):
         return [group]
-    if isinstance(group, (tuple, list)):
+    if isinstance(group, (tuple, list)) and group:
         return [name for one in group for name in names_of(op, one)]
     if dist.is_available():
         if isinstance(group, dist.ProcessGroup):
