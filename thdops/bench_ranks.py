@@ -224,7 +224,9 @@ def hidden(together: float, steps: float, exchanges: float | None) -> str:
     """What to say of the exchanges. A share of next to nothing would be that of the other two times' noise."""
     if exchanges is None or exchanges < _LITTLE * together:
         return f"exchanges are under {_LITTLE:.0%} of it"
-    return f"{(steps + exchanges - together) / exchanges:.0%} of the exchanges hidden"
+    if steps > (1 + _LITTLE) * together:
+        return "times are too noisy to tell what is hidden"
+    return f"{min(1, (steps + exchanges - together) / exchanges):.0%} of the exchanges hidden"
 
 
 def _time(call: Callable[[], Any], shape: Shape, device: torch.device, group: dist.ProcessGroup) -> Timing:
