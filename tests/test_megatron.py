@@ -25,6 +25,7 @@ from torch import Tensor
 import thdops
 from thdops import context_parallel
 from thdops.integrations.megatron import DotProductAttention, dot_product_attention, layouts
+from thdops.packing import PackSpec
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 
@@ -682,6 +683,17 @@ def test_every_slot_has_layers_captured_for_it(monkeypatch: pytest.MonkeyPatch) 
     lengths = sorted(sum(map(len, texts)) for texts in drawn)
     assert lengths[:2] == [0, 1]
     assert lengths[-1] == 64
+
+
+@pytest.mark.parametrize("sizes", [{"max_tokens": 56, "max_seqs": 4}, {"max_tokens": 64, "max_seqs": 1}], ids=str)
+def test_a_full_micro_batch_has_as_many_documents_as_fit(sizes: dict[str, int]) -> None:
+    size = make_config("cpu", 0, **sizes)
+    texts = load_documents(None, size.max_tokens // 2)
+    pack = PackSpec(size.max_tokens, size.max_seqs, pad_multiple=size.pad_multiple)
+    for iteration in range(8):
+        drawn = microbatches.draw_microbatches(texts, size, iteration)
+        assert all(map(pack.fits, drawn))
+        assert max(sum(map(len, documents)) for documents in drawn) == size.max_tokens
 
 
 def test_sizes_that_cannot_work_give_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,6 +9,7 @@ every forward, so that whoever reads it too early is found out.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
@@ -53,12 +54,13 @@ def draw_microbatches(documents: Documents, config: Config, iteration: int) -> l
 
 
 def _full(documents: Documents, config: Config, chance: random.Random) -> list[Tensor]:
-    """Documents that leave no row empty: a quarter or half of the buffer each, the last one what is left."""
+    """Documents that leave no row empty: two or four of about equal length, the last one what is left; one where only one fits."""
     text = torch.cat(chance.choices(documents.texts, k=16))
     while len(text) < config.max_tokens:
         text = torch.cat((text, text))
-    unit = config.pad_multiple * max(1, config.max_tokens // (4 * config.pad_multiple))
-    return list(text[: config.max_tokens].split(unit * chance.randint(1, 2)))
+    count = min(chance.choice((2, 4)), config.max_seqs)
+    length = config.pad_multiple * math.ceil(config.max_tokens / (config.pad_multiple * count))
+    return list(text[: config.max_tokens].split(length))
 
 
 # --- the model -------------------------------------------------------------------------------------------------------------------
