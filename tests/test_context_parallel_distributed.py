@@ -23,7 +23,7 @@ import torch.distributed as dist
 from attention_oracle import Batch
 from context_parallel_problems import LAYOUTS, MASKS, WINDOWS, Problem, Results, compare, one_device, problem, results, rows_of
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException, spawn
 
 from thdops import context_parallel
@@ -89,6 +89,7 @@ def groups_of(rank: int) -> dict[str, Any]:
         "two groups": (mesh["ring"], mesh["heads"].get_group()),
         "pair": pairs[rank // 2],
         "another's pair": pairs[1 - rank // 2],
+        "another's mesh": [DeviceMesh("cpu", [first, first + 1]) for first in (0, 2)][1 - rank // 2],
     }
 
 
@@ -125,6 +126,7 @@ def refusals(groups: dict[str, Any]) -> list[str]:
         {"group": groups["pair"], "total_tokens": given.batch.total},
         {"group": groups["mesh of two dimensions"]},
         {"group": groups["another's pair"]},
+        {"group": groups["another's mesh"]},
         {"group": groups["world"], "comm": "a2a+p2p"},
     ]
     return [told(context_parallel.attention, *qkv, given.cu_seqlens, given.padded, **call) for call in calls]
@@ -133,7 +135,7 @@ def refusals(groups: dict[str, Any]) -> list[str]:
 def shares(groups: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Which rows of a pack each group leaves to this rank, in eager mode and compiled."""
     pack = PackedSequences.allocate(64, 2, pad_multiple=2 * RANKS)
-    own = {name: group for name, group in groups.items() if name != "another's pair"}
+    own = {name: group for name, group in groups.items() if not name.startswith("another's")}
     found = {name: tuple(pack.shard(group, "contiguous").share) for name, group in own.items()}
     compiled = torch.compile(lambda pack: pack.shard(groups["mesh"]).share, fullgraph=True, backend="aot_eager")
     return {**found, "compiled": tuple(compiled(pack))}
@@ -263,12 +265,13 @@ def test_megatron_s_module_on_a_batch_without_padding(comm: str, ranks: list[dic
 def test_a_group_that_does_not_fit_is_refused(ranks: list[dict[str, Any]]) -> None:
     op = "ValueError: context_attention: group must"
     for found in ranks:
-        wrong_size, two_dimensions, foreign, one_dimension = found["refusals"]
+        wrong_size, two_dimensions, *foreign, one_dimension = found["refusals"]
         assert wrong_size == (
             f"{op} have total_tokens / n ranks, got 2 for 16 of 64 rows; pass the group that rows were partitioned for"
         )
         assert two_dimensions == (f"{op} be one group with comm='p2p', got 2; pass one dimension of the mesh, or comm='a2a+p2p'")
-        assert foreign.startswith(f"{op} be a process group, its name, or a DeviceMesh, got a group that this rank is not in;")
+        for text in foreign:
+            assert text.startswith(f"{op} be a process group, its name, or a DeviceMesh, got a group that this rank is not in;")
         assert one_dimension == (
             f"{op} be a mesh of two dimensions or a pair of groups with comm='a2a+p2p', got 1; pass (ring group, heads group)"
         )

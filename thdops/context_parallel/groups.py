@@ -34,9 +34,11 @@ def names_of(op: str, group: Any) -> list[str]:
     if dist.is_available():
         if isinstance(group, dist.ProcessGroup):
             return [group.group_name]
-        if isinstance(group, dist.device_mesh.DeviceMesh):
+        if isinstance(group, dist.device_mesh.DeviceMesh) and group.get_coordinate() is not None:
             return [group.get_group(dim).group_name for dim in range(group.ndim)]
-    got = "a group that this rank is not in" if isinstance(group, int) else repr(group)  # torch gives a number then
+    got = repr(group)
+    if isinstance(group, (int, dist.device_mesh.DeviceMesh)):  # torch gives a number for a group of others
+        got = "a group that this rank is not in"
     raise refusal(
         op, "group", "be a process group, its name, or a DeviceMesh", got, "pass torch.distributed.group.WORLD or another"
     )
