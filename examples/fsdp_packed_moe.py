@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from packed_moe import parallel
 from packed_moe.config import Config, UserError, make_config
 from packed_moe.data import Documents, draw, load_documents
 from packed_moe.model import Batch, PackedMoE
@@ -88,21 +89,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not dist.is_torchelastic_launched():
             raise UserError("start it with torchrun: torchrun --nproc-per-node 2 examples/fsdp_packed_moe.py")
         device = "cuda" if torch.cuda.is_available() else "cpu"
+        processes, gpus = int(os.environ["LOCAL_WORLD_SIZE"]), torch.cuda.device_count()
+        if device == "cuda" and processes > gpus:
+            raise UserError(
+                f"--nproc-per-node must be at most the number of GPUs that torch sees ({gpus}), got {processes}; lower it"
+            )
         config = make_config(device, options.seed, steps=options.steps)
         documents = load_documents(options.data, config.max_tokens // 2)
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        if parallel.is_first():
+            print(f"error: {error}", file=sys.stderr)
         return 2
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    try:
-        progress = Progress() if dist.get_rank() == 0 else None
-        history = train(config, documents, progress=progress)
-        if progress is not None:
-            print(f"mean loss of the processes: {history[0]:.3f} -> {history[-1]:.3f}")
-    finally:
-        dist.destroy_process_group()
+    progress = Progress() if parallel.is_first() else None
+    history = train(config, documents, progress=progress)
+    if progress is not None:
+        print(f"mean loss of the processes: {history[0]:.3f} -> {history[-1]:.3f}")
+    dist.destroy_process_group()  # after an error others may be waiting for this process, and torchrun ends them
     return 0
 
 
