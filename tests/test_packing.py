@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -500,5 +501,10 @@ def test_wrong_slots_are_refused() -> None:
         slots.load_([], 2)
     with pytest.raises(RuntimeError, match="slot must be in flight, got slot 0, which is free"):
         slots.release(0)
+    slots.load_([], 1)
+    not_one: Any = True
+    with pytest.raises(TypeError, match=r"PackedSlots\.release: slot must be a Python number, got a bool"):
+        slots.release(not_one)
+    assert slots.in_flight == (1,)
     with pytest.raises(ValueError, match="slots must be at least 1"):
         PackedSlots(PackSpec(8, 2), slots=0)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from meta_kernels.contract import check_count, check_cu_seqlens, dtype_of, refusal, shape_of
+from meta_kernels.contract import check_count, check_cu_seqlens, check_integers, dtype_of, refusal, shape_of
 from thdops._documents import (
     FIELDS,
     IGNORE_INDEX,
@@ -529,7 +529,7 @@ class PackedSlots:
 
         Raises:
             RuntimeError: the slot is in flight.
-            IndexError: no such slot.
+            IndexError: no such slot; TypeError: not a number.
             ValueError, TypeError: as `PackedSequences.load_`.
         """
         self._check_slot("load_", slot)
@@ -549,7 +549,7 @@ class PackedSlots:
 
         Raises:
             RuntimeError: the slot is not in flight.
-            IndexError: no such slot.
+            IndexError: no such slot; TypeError: not a number.
         """
         if slot is not None:
             self._check_slot("release", slot)
@@ -563,5 +563,6 @@ class PackedSlots:
             self._in_flight.discard(freed)
 
     def _check_slot(self, method: str, slot: int) -> None:
+        check_integers(f"PackedSlots.{method}", slot=slot)
         if not 0 <= slot < len(self):
             raise refusal(f"PackedSlots.{method}", "slot", f"be from 0 to {len(self) - 1}", slot, "allocate more slots", IndexError)
