@@ -593,6 +593,9 @@ def test_what_is_no_tensor_is_refused_by_name() -> None:
         module()(query, key, not_one, None)
     with pytest.raises(TypeError, match="DotProductAttention: cu_seqlens_q must be a tensor, got a list"):
         module("padding")(*qkv(2, 3), None, packed_seq_params=PackedSeqParams("bshd", [0, 3, 6]))
+    ends = torch.tensor([0, 3, 6])
+    with pytest.raises(TypeError, match="DotProductAttention: cu_seqlens_kv must be a tensor, got None"):
+        module("padding", "cross")(*qkv(2, 3, keys=(2, 4)), None, packed_seq_params=PackedSeqParams("bshd", ends))
     with pytest.raises(ValueError, match="DotProductAttention: cp_comm_type must be one of p2p"):
         module().set_context_parallel_group(None, cp_comm_type="ring")
 

@@ -144,7 +144,8 @@ class DotProductAttention(nn.Module):
                 many keys as queries, the metadata of queries hold for keys too.
             attention_mask: bool `[B, 1, 1, S]`, True on padding, which stands left or right of the tokens; a pair (of queries, of
                 keys) in cross-attention. Looked at with a mask type that has padding, not with "thd", and only where
-                `packed_seq_params` has no cu_seqlens_q.
+                `packed_seq_params` has no cu_seqlens_q. A hole among the tokens is refused where that can be seen without a sync
+                (eagerly, on a CPU); elsewhere it makes all rows padding.
             attn_mask_type: no_mask, padding, causal, padding_causal, causal_bottom_right or padding_causal_bottom_right, by the
                 name of an enum's member or as a string; None is the constructor's. Windows are aligned as TransformerEngine aligns
                 them: top left with "causal" and "padding_causal", else bottom right.

@@ -160,10 +160,10 @@ def _lengths_of(q: Tensor, k: Tensor, along: int, attention_mask: Any, params: A
     batch = q.shape[along]
     if _field(params, "cu_seqlens_q") is not None:
         found = []
-        for name, x in (("cu_seqlens_q", q), ("cu_seqlens_kv", k)):
-            valid = _field(params, name)
-            valid = params.cu_seqlens_q if valid is None else valid
-            check_tensors(OP, **{name: valid})
+        shared = _same_rows(q, k, 1 - along, self_attention)
+        for name, x in (("cu_seqlens_q", q), ("cu_seqlens_q" if shared else "cu_seqlens_kv", k)):
+            valid: Any = _field(params, name)
+            check_tensors(OP, (), **{name: valid})
             check_rank(OP, name, valid, 1, "[B+1]")
             if valid.shape[0] != batch + 1:
                 got = f"{valid.shape[0]} entries"
