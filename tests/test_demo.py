@@ -181,6 +181,19 @@ def test_a_compilation_that_takes_too_long_is_left() -> None:
     assert row.held
 
 
+def test_a_compilation_that_fails_is_not_tried_again() -> None:
+    reference, calls = _reference(), []
+
+    def failing(*given: Tensor) -> tuple[Tensor, Tensor | None]:
+        calls.append(given)
+        return _raises(*given)
+
+    row = demo.examine(Attention("failing", reference.function, failing, compiled=True), SIZES)
+    assert len(calls) == 1
+    assert row.cells.keys() == set(demo.COLUMNS)
+    assert {name for name, cell in row.cells.items() if cell.text == "raises"} == set(demo.COLUMNS) - {"compiles", "same graph"}
+
+
 def test_what_is_compiled_keeps_one_setting() -> None:
     """In a second one it would be compiled again, which takes longer than the rest of the table."""
     reference, settings = _reference(), set()

@@ -196,8 +196,12 @@ def examine(attention: Attention, sizes: Sizes, seconds: float = math.inf) -> Ro
                 warnings.simplefilter("ignore")
                 row.cells |= ask(attention, sizes, tensors)
         except Exception as error:
+            if compiles_now:  # once is enough: each further question would compile again
+                columns = [column for column in COLUMNS if column not in row.cells]
             row.cells |= dict.fromkeys(columns, Cell("raises", False))
             row.notes.append(f"{attention.name}, {', '.join(columns)}: {first_line(error)}")
+            if compiles_now:
+                break
         except _OutOfTime:
             row.cells = dict.fromkeys(COLUMNS, Cell("late")) | row.cells
             row.notes.append(f"{attention.name}: not compiled within {seconds:.0f} s")
