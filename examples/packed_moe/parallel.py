@@ -105,24 +105,17 @@ def alone() -> contextlib.AbstractContextManager[None]:
     return _among(None)
 
 
-class _AddedUp(torch.autograd.Function):
-    """Every rank goes on to the same loss of the sum and differentiates that one number, so the gradient that arrives is that of
-    what this rank put in already: adding it up over ranks would give W times as much."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor) -> Tensor:
-        total = own.clone()
-        dist.all_reduce(total)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad
-
-
 def added_up(*tensors: Tensor) -> list[Tensor]:
-    """Each one's sum over all ranks, fp32, in one message; differentiable. Counts are exact up to 2^24."""
-    total = _AddedUp.apply(torch.cat([tensor.flatten().float() for tensor in tensors]))
+    """Each one's sum over all ranks, fp32, in one message; differentiable. Counts are exact up to 2^24.
+
+    Every rank goes on to the same loss of the sum and differentiates that one number, so the gradient that arrives is that of what
+    this rank put in already: adding it up over ranks would give W times as much.
+    """
+    own = torch.cat([tensor.flatten().float() for tensor in tensors])
+    total = own.detach().clone()
+    dist.all_reduce(total)
+    # No autograd.Function: compiled by torch 2.11, one that calls a collective loses its gradient without a word.
+    total = total + (own - own.detach())
     parts = total.split([tensor.numel() for tensor in tensors])
     return [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)]
 
