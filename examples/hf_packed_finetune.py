@@ -45,7 +45,8 @@ def _qwen(config: Config, **implementations: str) -> Any:
     """The library's model, T rows of D = config.dim."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    settings = Qwen3MoeConfig(
+    configuration: Any = Qwen3MoeConfig  # whose own type knows only some of its settings
+    settings = configuration(
         vocab_size=VOCABULARY,
         hidden_size=config.dim,
         moe_intermediate_size=config.ffn,
