@@ -142,6 +142,52 @@ def test_reported_layouts() -> None:
         holds(case)
 
 
+@pytest.mark.skipif(CUDA or why_not() != "", reason=why_not() or "launches are intercepted on CPU tensors")
+def test_launches_depend_on_shapes_alone() -> None:
+    """Cases 2 and 16: offsets in one tensor or in two, and hundreds of empty sequences, are launched as any others."""
+    from thdops.ops.attention_thd import kernels
+    from thdops.ops.launch import intercept
+
+    q, k, v, grad_out = (torch.zeros(512, heads, 16) for heads in (4, 2, 2, 4))
+
+    def launches(cu: Tensor, padded: Tensor) -> list[Any]:
+        seen: list[Any] = []
+
+        def note(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> None:
+            seen.append((kernel, grid, [type(arg) for arg in args], constexprs, options))
+
+        call = attention_op._call(q, k, v, cu, cu_seqlens_q_padded=padded, causal=True)
+        with intercept(note):
+            out, lse, _ = kernels.attention(call)
+            kernels.attention_grad(GradCall(grad_out, None, *call[:3], out, lse, *call[3:19]))
+        return seen
+
+    even = torch.arange(0, 513, 2, dtype=torch.int32)
+    full = launches(even, even.clone())
+    assert full
+    assert launches(even, even) == full
+    assert launches(even, even[:]) == full
+    for lengths in ([5, *[0] * 254, 7], [0] * 256, [400, *[0] * 255]):
+        cu = prefix_sums(lengths, torch.device("cpu"))
+        assert launches(cu, cu.clone()) == full
+
+
+@pytest.mark.skipif(CUDA or why_not() != "", reason=why_not() or "on a GPU, the memory between rows would be there")
+@pytest.mark.parametrize("lengths", [[32, 1], [33]], ids=["between sequences", "within one"])
+def test_rows_of_a_fused_view_past_two_to_the_31_elements(lengths: list[int]) -> None:
+    """Case 13 on these kernels: q, k, v and a gradient in one buffer, whose last row stands 2^31 elements behind the first."""
+    case = Case(Batch(lengths, None, 33), heads=(2, 1), dims=(16, 16), options={"causal": True})
+    given = numbers(case, torch.float32)
+    near = native(case, given, deterministic=True)
+    wide = torch.empty(2**31 + 96, dtype=torch.float32).as_strided((33, 6, 16), (2**26, 16, 1))
+    q, k, v, grad_out = wide.split((2, 1, 1, 2), 1)
+    for view, x in zip((q, k, v, grad_out), (*given[:3], given.grad_out), strict=True):
+        view.copy_(x)
+    far = native(case, given._replace(q=q, k=k, v=v, grad_out=grad_out), deterministic=True)
+    for a, b in zip((far.out, far.lse, *far.gradients), (near.out, near.lse, *near.gradients), strict=True):
+        assert torch.equal(a, b)
+
+
 @interpreted
 def test_a_strided_sink() -> None:
     case = Case(GAPS, options={"causal": True, "softmax": "learnable"})

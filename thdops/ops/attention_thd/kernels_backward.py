@@ -241,13 +241,13 @@ def _add_queries(
     queries = tl.arange(0, BM)
     kept = first + queries < others
     WHOLE: tl.constexpr = mask is None
-    q_block = load_rows(q + first * q_row, q_row, queries, kept, DQK, DQK1, DQK2, WHOLE)
+    q_block = load_rows(q + first * q_row.to(tl.int64), q_row, queries, kept, DQK, DQK1, DQK2, WHOLE)
     lses, deltas = _statistics(lse + first, delta + first, queries, kept)
     logits, slope = _in_powers_of_two(inner(q_block, keys), factor, softcap, SOFTCAP)
     weights = tl.exp2(logits - lses[:, None])
     if mask is not None:
         weights = tl.where(mask, weights, 0.0)
-    grad_block = load_rows(grad_out + first * grad_row, grad_row, queries, kept, DV, DV1, DV2, WHOLE)
+    grad_block = load_rows(grad_out + first * grad_row.to(tl.int64), grad_row, queries, kept, DV, DV1, DV2, WHOLE)
     dv = weighted(grads[1], tl.trans(weights.to(grad_block[0].dtype)), grad_block)
     slopes = weights * (inner(grad_block, block) - deltas[:, None])
     if SOFTCAP:
@@ -366,12 +366,12 @@ def _add_keys(
     keys = tl.arange(0, BN)
     kept = first + keys < others
     WHOLE: tl.constexpr = mask is None
-    k_block = load_rows(k + first * k_row, k_row, keys, kept, DQK, DQK1, DQK2, WHOLE)
+    k_block = load_rows(k + first * k_row.to(tl.int64), k_row, keys, kept, DQK, DQK1, DQK2, WHOLE)
     logits, slope = _in_powers_of_two(inner(queries, k_block), factor, softcap, SOFTCAP)
     weights = tl.exp2(logits - lses[:, None])
     if mask is not None:
         weights = tl.where(mask, weights, 0.0)
-    v_block = load_rows(v + first * v_row, v_row, keys, kept, DV, DV1, DV2, WHOLE)
+    v_block = load_rows(v + first * v_row.to(tl.int64), v_row, keys, kept, DV, DV1, DV2, WHOLE)
     slopes = weights * (inner(grad_rows, v_block) - deltas[:, None])
     if SOFTCAP:
         slopes = slopes * slope

@@ -120,9 +120,9 @@ def attention_forward_kernel(
                     mask = seen(position, first, BN, rows, before, behind, others, LEFT, RIGHT)
                 here = tl.arange(0, BN)
                 kept = first + here < others
-                keys = load_rows(k_here + first * k_row, k_row, here, kept, DQK, DQK1, DQK2, section == 1)
+                keys = load_rows(k_here + first * k_row.to(tl.int64), k_row, here, kept, DQK, DQK1, DQK2, section == 1)
                 weights, state = _softmax(inner(queries, keys), mask, state, factor, softcap, SOFTCAP, MAX_LOGIT)
-                block = load_rows(v_here + first * v_row, v_row, here, kept, DV, DV1, DV2, section == 1)
+                block = load_rows(v_here + first * v_row.to(tl.int64), v_row, here, kept, DV, DV1, DV2, section == 1)
                 state = (state[0], state[1], weighted(state[2], weights, block), state[3])
         m, total, values, largest = state
 
