@@ -176,25 +176,31 @@ def test_offsets_around_two_to_the_31(stride: int, device: str) -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_launches_do_not_depend_on_the_contents_of_metadata() -> None:
-    """TransformerEngine 2599 (empty entries made a kernel 10x slower), PR 2898 (eager and capture took different paths)."""
+    """TransformerEngine 2599 (empty entries made a kernel 10x slower), PR 2898 (eager and capture took different paths), 3487
+    (whether padding exists was decided by the identity of two tensors)."""
     from thdops.ops.launch import intercept
 
-    def launches(valid: list[int], padded: list[int]) -> list[Any]:
+    def launches(valid: Tensor, padded: Tensor) -> list[Any]:
         seen: list[Any] = []
-        batch = (offsets(*valid), offsets(*padded))
+
+        def note(kernel: Any, grid: Any, args: Any, constexprs: Any, options: Any) -> None:
+            seen.append((kernel, grid, [type(arg) for arg in args], constexprs, options))
+
         x = torch.zeros(4096, 8)
-        with intercept(lambda kernel, grid, args, constexprs, options: seen.append((kernel, grid, constexprs, options))):
+        with intercept(note):
             for name in ("padding_mask", "sequence_ids", "positions", "compact_rows"):
-                load_launcher(REGISTRY[name], REGISTRY.schema(name))(*batch, 4096)
-            load_launcher(REGISTRY["zero_fill"], REGISTRY.schema("zero_fill"))(x, *batch)
-            load_launcher(REGISTRY["zero_fill_"], REGISTRY.schema("zero_fill_"))([x], [batch[0]], [batch[1]])
+                load_launcher(REGISTRY[name], REGISTRY.schema(name))(valid, padded, 4096)
+            load_launcher(REGISTRY["zero_fill"], REGISTRY.schema("zero_fill"))(x, valid, padded)
+            load_launcher(REGISTRY["zero_fill_"], REGISTRY.schema("zero_fill_"))([x], [valid], [padded])
         return seen
 
-    even = list(range(0, 4097, 8))
-    full = launches(even, even)
+    even, nothing = offsets(*range(0, 4097, 8)), offsets(*[0] * 513)
+    full = launches(even, even.clone())
     assert len(full) == 6
-    assert launches([0, 100, *[200] * 511], [0, 104, *[208] * 511]) == full
-    assert launches([0] * 513, [0] * 513) == full
+    assert launches(even, even) == full
+    assert launches(even, even[:]) == full
+    assert launches(offsets(0, 100, *[200] * 511), offsets(0, 104, *[208] * 511)) == full
+    assert launches(nothing, nothing.clone()) == full
 
 
 @pytest.mark.gpu
