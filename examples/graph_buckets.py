@@ -2,7 +2,7 @@
 
     python examples/graph_buckets.py                    # on a GPU; on a CPU it runs small and eagerly, and its times say nothing
     python examples/graph_buckets.py --max-tokens 65536 --buckets 8
-    python examples/graph_buckets.py --picture examples/graph_buckets.png  # the picture and the table of the README
+    python examples/graph_buckets.py --picture buckets.png  # and the numbers as a Markdown table
 
 The model is that of `train_packed_moe.py`; a step is loading the documents, forward, backward and AdamW. "exact" is the eager step
 on a pack that has just the documents' rows: what one graph wastes on padding, and what eager mode loses to launches, show against
