@@ -152,4 +152,4 @@ def _conclude(
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parallel.leave(main())
