@@ -107,6 +107,7 @@ class Upstream(NamedTuple):
 def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, dsink fp32 [Hq] or [0]). Padding rows: 0."""
     dq, dk, dv, dsink = contract.fake_attention_grad(*call)
+    call = call._replace(q=_loadable(call.q), k=_loadable(call.k), v=_loadable(call.v))  # once for all kernels
     upstream = attention_upstream(call, dsink, not call.deterministic)
     if upstream.sums is None:
         attention_grad_queries(call, upstream, dq, False, upstream.tiles)
@@ -139,9 +140,8 @@ def attention_grad_queries(
     q, k, v = (_loadable(x) for x in call[2:5])
     grad_out, lse, delta = upstream[:3]
     hopper = _hopper_backward(call, grad_out)
-    blocks = _queries_blocks(call)
     if tiles is None:
-        rows = blocks.queries if hopper is None else hopper.tile_rows(q.shape[2], v.shape[2])[0]
+        rows = _queries_blocks(call).queries if hopper is None else hopper.tile_rows(q.shape[2], v.shape[2])[0]
         tiles = _query_tiles(call, rows, "met" if adds else "all")
     if hopper is not None:
         hopper.backward(q, k, v, grad_out, lse, delta, dq, None, None, None, tiles, None, *_window(call), call.scale, adds)
@@ -153,7 +153,7 @@ def attention_grad_queries(
         (*strides, q.shape[0], q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
         _factors(call),
         (*_widths(call), *_bounded(call), call.softcap != 0, adds, unit),
-        blocks,
+        _queries_blocks(call),
     )
 
 
