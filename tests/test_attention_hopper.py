@@ -12,6 +12,7 @@ import itertools
 import json
 import multiprocessing
 import os
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -100,7 +101,7 @@ def _launch_sections() -> None:
 
 
 class _Enough(Exception):
-    """A variant has got as far as LLVM, where names no longer matter and most of the time goes."""
+    """A variant, whose IR this holds, has got as far as LLVM, where names no longer matter and most of the time goes."""
 
 
 _launches: dict[str, Any] = {}
@@ -119,14 +120,34 @@ def _outcome(variant: str) -> Any:
 
     from thdops.conformance.ahead import _reason
 
+    def stop(module: Any, *_: Any) -> None:
+        raise _Enough(str(module))
+
     kernel, grid, args, constexprs, options, whole = _launches[variant]
     try:
-        with contextlib.nullcontext() if whole else mock.patch.object(CUDABackend, "make_llir", side_effect=_Enough):
-            return kernel.warmup(*args, *constexprs, grid=grid, **options).metadata.shared
-    except _Enough:
-        return None
+        with contextlib.nullcontext() if whole else mock.patch.object(CUDABackend, "make_llir", side_effect=stop):
+            compiled = kernel.warmup(*args, *constexprs, grid=grid, **options)
+        module, size = compiled.asm["ttgir"], compiled.metadata.shared
+    except _Enough as enough:
+        module, size = str(enough), None
     except Exception as error:
         return _reason(error)
+    unused = _unused_barriers(module)
+    return f"nothing uses the barriers {unused}" if unused else size
+
+
+def _unused_barriers(module: str) -> list[str]:
+    """Barriers that are made and not used again. Their memory would be lent to others while the hardware takes it for a barrier's:
+    when another process took the GPU, what was there was overwritten, and with it the work item that a program had just taken.
+    """
+    barriers = re.findall(r"init_barrier (%\w+)", module)
+    arrays = dict(re.findall(r"(%\w+) = ttg.memdesc_index (%\w+)\[", module))
+    makes_it = re.compile(r"init_barrier|= ttg.memdesc_index|= ttg.local_alloc")
+    rest = "\n".join(line for line in module.splitlines() if not makes_it.search(line))
+    # One that is found by a number known only at run time is used through its array.
+    found = {array for name, array in arrays.items() if re.search(rf"{name}\b", rest)}
+    used = {name for name in barriers if re.search(rf"{name}\b|{arrays.get(name, name)}\b", rest)}
+    return [name for name in barriers if name not in used and arrays.get(name) not in found]
 
 
 def _outcomes() -> dict[str, Any]:

@@ -271,6 +271,7 @@ def _spec(name: str, schema: str, summary: str, **rest: Any) -> None:
             schema=schema,
             summary=summary,
             reference=getattr(run, name),
+            eager=getattr(run, f"{name}_eager"),
             cuda=f"thdops.context_parallel.kernels:{name}",
             pads_zeroed=True,
             backends=("attention",),  # nothing of its own: the steps are ops

@@ -40,6 +40,18 @@ def context_attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tens
     return gradients(results, _of_ranks("context_attention_grad", call, results))
 
 
+@takes(Call)
+def context_attention_eager(call: Call) -> tuple[Tensor, Tensor, Tensor]:
+    """`context_attention` by sections in eager PyTorch, on CUDA too: autograd follows these, not kernels that write in place."""
+    return context_attention(*call._replace(backend="reference"))
+
+
+@takes(GradCall)
+def context_attention_grad_eager(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Likewise."""
+    return context_attention_grad(*call._replace(backend="reference"))
+
+
 def room_for(call: Call | GradCall) -> Any:
     """What the op returns, to be filled."""
     return Attended(*fake_context_attention(*call)) if isinstance(call, Call) else Gradients(*fake_context_attention_grad(*call))

@@ -306,6 +306,17 @@ def _barriers(SLOTS: gl.constexpr, ARRIVALS: gl.constexpr):
     return bars
 
 
+@gluon.jit
+def _meeting(PARTS: gl.constexpr):
+    """Where consumers meet; nothing for one alone. A barrier without a use would lend its memory to whatever needs some, and to
+    the hardware it stays a barrier: beside other processes, work items were lost in what was kept there.
+    """
+    if PARTS > 1:
+        return _barriers(1, PARTS).index(0)
+    else:
+        return ()
+
+
 # ---- keys ----------------------------------------------------------------------------------------------------------------------
 
 
@@ -561,7 +572,7 @@ def keys_kernel(
     work = (tiles, counts, _mailbox(), _barriers(2, 1), _barriers(2, PARTS))
     tile_bars = (_barriers(1, 1).index(0), _barriers(1, PARTS).index(0))
     block_bars = (_barriers(STAGES, 1), _barriers(STAGES, PARTS))
-    clean = _barriers(1, PARTS).index(0)
+    clean = _meeting(PARTS)
     fence_async_shared()
     barrier()
     if PARTS == 1:
@@ -770,7 +781,7 @@ def queries_kernel(
     work = (tiles, counts, _mailbox(), _barriers(2, 1), _barriers(2, PARTS))
     tile_bars = (_barriers(1, 1).index(0), _barriers(1, PARTS).index(0))
     block_bars = (_barriers(STAGES, 1), _barriers(STAGES, PARTS))
-    clean = _barriers(1, PARTS).index(0)
+    clean = _meeting(PARTS)
     fence_async_shared()
     barrier()
     if PARTS == 1:
