@@ -270,3 +270,26 @@ def test_a_reference_does_not_run_under_the_callers_autocast() -> None:
         product, _ = op(x, torch.tensor([0, 2], dtype=torch.int32))
     assert product.dtype == torch.float32  # its CUDA launcher would not be cast either
     assert torch.equal(product, x)
+
+
+def _sum(x: list[Tensor], cu_seqlens: Tensor) -> Tensor:
+    return torch.stack(x).sum(0)
+
+
+def _count(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.count = len(inputs[0])
+
+
+def _shares(ctx: Any, grad: Tensor) -> tuple[list[Tensor], None]:
+    return [grad * (i + 1) for i in range(ctx.count)], None
+
+
+def test_gradients_reach_the_tensors_of_a_list() -> None:
+    """Autograd looks at tensors among the arguments, and not inside of them."""
+    schema, pieces = "(Tensor[] x, Tensor cu_seqlens) -> Tensor", {"check": _sum, "fake": _sum, "reference": _sum}
+    rest: dict[str, Any] = {"eager": None, "setup_context": _count, "backward": _shares, "flops": None}
+    registry = Registry("thdops_lists")
+    op = register(replace(GOOD, name="sum_of_list", schema=schema, **pieces, **rest), registry)
+    x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
+    grads = torch.autograd.grad(op([x, y], torch.zeros(1)).sum(), (x, y))
+    assert [grad.tolist() for grad in grads] == [[1.0] * 3, [2.0] * 3]

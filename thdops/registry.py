@@ -25,7 +25,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._library.autograd import Info, make_autograd_impl
+from torch._library.autograd import supports_tensorlist
+from torch._library.utils import is_tensorlist_like_type
 from torch.autograd import forward_ad
 
 from thdops.flop_counter import register_formula
@@ -402,16 +403,53 @@ def _fake_kernel(spec: OpSpec, schema: torch._C.FunctionSchema) -> Callable[...,
 
 def _autograd_kernel(spec: OpSpec, op: torch._ops.OpOverload) -> Callable[..., Any]:
     """The kernel of a functional op under the Autograd key; eager and traced calls both pass through it first."""
-    differentiable = make_autograd_impl(op, Info(spec.backward or _no_formula(op), spec.setup_context))
+    differentiable = _differentiable(spec, op)
 
     def kernel(keyset: torch._C.DispatchKeySet, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
             _refuse_tangents(op, args)
         if spec.traced is not None:
             spec.traced(*args)
-        return differentiable(keyset, *args)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*args):
+            return differentiable.apply(*args, keyset)
+        return _below_autograd(op, keyset, args)
 
     return kernel
+
+
+def _below_autograd(op: torch._ops.OpOverload, keyset: torch._C.DispatchKeySet, args: tuple[Any, ...]) -> Any:
+    with torch._C._AutoDispatchBelowAutograd():
+        return op.redispatch(keyset & torch._C._after_autograd_keyset, *args)
+
+
+def _differentiable(spec: OpSpec, op: torch._ops.OpOverload) -> Any:
+    """The op and its backward formula as an autograd function, which takes a set of dispatch keys behind the op's arguments.
+
+    What `torch.library.register_autograd` makes asks the schema for its arguments once an argument and call, which is most of
+    what a call of many arguments then costs the host.
+    """
+    formula = spec.backward or _no_formula(op)
+    setup_context = spec.setup_context or _nothing_to_save
+    defaults = [argument.default_value for argument in op._schema.arguments]
+
+    def forward(ctx: Any, *args: Any) -> Any:
+        *given, keyset = args
+        result = _below_autograd(op, keyset, tuple(given))
+        setup_context(ctx, (*given, *defaults[len(given) :]), result)  # the dispatcher left out what equals its default
+        return result
+
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        found = formula(ctx, *grads)
+        return (*found, None) if isinstance(found, tuple) else (found, None)
+
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function = type(op._opname, (torch.autograd.Function,), members)
+    lists = any(is_tensorlist_like_type(a.type) for a in (*op._schema.arguments, *op._schema.returns))
+    return supports_tensorlist(function) if lists else function
+
+
+def _nothing_to_save(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    return None
 
 
 def _no_formula(op: torch._ops.OpOverload) -> Callable[..., Any]:
