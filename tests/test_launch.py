@@ -18,6 +18,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
 from thdops.ops import launch as launching
+from thdops.ops import plans as planning
 
 GRID = (1, 1, 1)
 
@@ -118,12 +119,23 @@ def test_a_bound_on_registers_is_part_of_the_key(kernel: Kernel) -> None:
     assert kernel.compiled == ["(1,) 4 None", "(1,) 4 64", "(1,) 4 128"]
 
 
+def test_every_planned_launch_is_a_compiled_kernel_of_its_own(kernel: Kernel) -> None:
+    """What tells them apart are the kinds of call that they were planned for, which nobody looks at again."""
+    x = aligned()
+    planned = [launching.Launch(kernel, GRID, (rows, 0.5), (16,), registers=registers) for rows, registers in ((3, None), (3, 64))]
+    for _ in range(3):
+        for launch in planned:
+            launch(x, None)
+    assert kernel.compiled == [f"({x}, None, 3, 0.5, 16) 4 {registers}" for registers in (None, 64)]
+    assert kernel.launched == kernel.compiled * 2
+
+
 # --- plans ------------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_is_made_once_for_every_kind_of_call() -> None:
     made: list[int] = []
-    plans = launching.Plans(lambda x, rows: made.append(rows) or rows)
+    plans = planning.Plans(lambda x, rows: made.append(rows) or rows)
     x = torch.zeros(64, 4)
     number, plan = plans(x, 3)
     assert plan == 3
@@ -133,21 +145,29 @@ def test_a_plan_is_made_once_for_every_kind_of_call() -> None:
     assert made == [3, 4, 3, 3, 3, 3]
 
 
+def test_tensors_inside_a_record_are_of_a_kind_too() -> None:
+    plans = planning.Plans(lambda call, rows: call)
+    x = torch.zeros(64, 4)
+    number, _ = plans((x, (x, None)), 3)
+    assert plans((torch.ones(64, 4), (torch.ones(64, 4), None)), 3)[0] == number
+    assert len({number, *(plans(call, 3)[0] for call in ((x, (x.int(), None)), (x, x, None), (x.t(), (x, None))))}) == 4
+
+
 def test_a_call_that_is_refused_leaves_no_plan() -> None:
     def make(rows: int) -> int:
         if rows < 0:
             raise ValueError("rows must be at least 0")
         return rows
 
-    plans = launching.Plans(make)
+    plans = planning.Plans(make)
     for _ in range(2):
         with pytest.raises(ValueError, match="at least 0"):
             plans(-1)
 
 
 def test_plans_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "_COMPILED_KEPT", 4)
-    plans = launching.Plans(lambda rows: rows)
+    monkeypatch.setattr(planning, "_KEPT", 4)
+    plans = planning.Plans(lambda rows: rows)
     numbers = [plans(rows)[0] for rows in range(50)]
     assert len(plans._known) <= 4
     assert len(set(numbers)) == 50

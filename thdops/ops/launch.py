@@ -11,7 +11,6 @@ Imports triton; only `kernels*.py` import this file, and they are imported when 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,6 +20,8 @@ import torch
 from torch import Tensor
 from triton import knobs
 from triton.runtime.interpreter import InterpretedFunction
+
+from thdops.ops.plans import number
 
 Grid = tuple[int, int, int]
 
@@ -125,33 +126,27 @@ def _refuse_specialised_integers(kernel: Any, args: tuple[Any, ...]) -> None:
             )
 
 
-class Plans:
-    """What a launcher derives from a call, made once for every kind of call and found again for little.
+class Launch:
+    """A launch that a plan holds: all of it but the leading arguments, which come with a call; `numbers` follow them.
 
-    A kind is the dtype, device, shape, strides and 16-byte alignment of each tensor, and every other argument as it is. `make`
-    takes the arguments; it may check them, too. A plan comes with a number that no other plan has, which serves `launch_as` for a
-    key: all that specialises a kernel follows from the kind, if what the launcher allocates is always aligned alike.
+    Whatever specialises the kernel must follow from the kind of call that the plan is for: one launch is one compiled kernel.
     """
 
-    def __init__(self, make: Callable[..., Any]) -> None:
-        self._make = make
-        self._known: dict[Any, tuple[int, Any]] = {}
+    def __init__(
+        self,
+        kernel: Any,
+        grid: Grid,
+        numbers: tuple[Any, ...],
+        constexprs: tuple[Any, ...],
+        num_warps: int = 4,
+        registers: int | None = None,
+        stages: int | None = None,
+    ) -> None:
+        self._key, self._kernel, self._grid, self._numbers = number(), kernel, grid, numbers
+        self._how = (constexprs, num_warps, registers, stages)
 
-    def __call__(self, *args: Any) -> tuple[int, Any]:
-        kind = tuple([_described(arg) if isinstance(arg, Tensor) else arg for arg in args])
-        plan = self._known.get(kind)
-        if plan is None:
-            if len(self._known) >= _COMPILED_KEPT:
-                self._known.clear()
-            plan = self._known[kind] = (next(_numbers), self._make(*args))
-        return plan
-
-
-_numbers = itertools.count()
-
-
-def _described(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.dtype, tensor.get_device(), tensor.shape, tensor.stride(), tensor.data_ptr() % 16 == 0
+    def __call__(self, *args: Any) -> None:
+        launch_as(self._key, self._kernel, self._grid, args + self._numbers, *self._how)
 
 
 @contextmanager

@@ -36,7 +36,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of
 from thdops.ops.attention_thd.kernels_hopper_names import VIEWS_REACH_BEYOND, aggregate, async_load, barrier, reinterpret
-from thdops.ops.launch import Plans, launch_as, multiprocessors
+from thdops.ops.launch import launch_as, multiprocessors
+from thdops.ops.plans import Plans
 
 _LOG2E = 1.4426950408889634
 LOG2E = gl.constexpr(_LOG2E)

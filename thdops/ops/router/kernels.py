@@ -18,7 +18,8 @@ from torch import Tensor
 from meta_kernels import router as contract
 from meta_kernels.contract import takes
 from meta_kernels.router import RouterCall, RouterGradCall, TopkCall
-from thdops.ops.launch import Plans, launch_as, multiprocessors
+from thdops.ops.launch import launch_as, multiprocessors
+from thdops.ops.plans import Blank, Plans, meta
 from thdops.ops.router.kernels_backward import route_rows_grad
 from thdops.ops.router.kernels_forward import finish, fold, route_rows
 
@@ -104,18 +105,6 @@ def _rows(logits: Tensor, topk: int, num_groups: int, kind: str) -> _Rows:
     )
 
 
-_Shapes = tuple[tuple[tuple[int, ...], torch.dtype], ...]
-
-
-def _shapes(*tensors: Tensor) -> _Shapes:
-    """What to allocate in every call of a kind."""
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
-
-
-def _allocate(shapes: _Shapes, device: torch.device) -> tuple[Tensor, ...]:
-    return tuple([torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes])
-
-
 def _stride(mask: Tensor | None) -> int:
     return 0 if mask is None else mask.stride(0)
 
@@ -149,7 +138,7 @@ def _constants(
 # --- router_topk ------------------------------------------------------------------------------------------------------------------
 
 
-def _plan_topk(*fields: Any) -> tuple[_Rows, tuple[Any, ...], _Shapes]:
+def _plan_topk(*fields: Any) -> tuple[_Rows, tuple[Any, ...], Blank]:
     contract.check_router_topk(*fields)
     call = TopkCall(*fields)
     groups = (call.num_groups or 0, call.group_topk or 0)
@@ -157,7 +146,7 @@ def _plan_topk(*fields: Any) -> tuple[_Rows, tuple[Any, ...], _Shapes]:
     scoring = (call.score_function, call.score_function, call.pre_softmax, call.normalize)
     formats = (call.probs_format, call.routing_format, call.pad_routing == "keep")
     constants = _constants(rows, call.logits.shape[1], call.topk, (True, False, False), scoring, groups, formats)
-    return rows, constants, _shapes(*contract.fake_router_topk(*fields))
+    return rows, constants, Blank(*contract.fake_router_topk(*fields))
 
 
 _topk_plans = Plans(_plan_topk)
@@ -165,8 +154,8 @@ _topk_plans = Plans(_plan_topk)
 
 @takes(TopkCall)
 def router_topk(call: TopkCall) -> tuple[Tensor, ...]:
-    number, (rows, constants, shapes) = _topk_plans(*call)
-    outputs = probs, routing, chosen = _allocate(shapes, call.logits.device)
+    number, (rows, constants, blank) = _topk_plans(*call)
+    outputs = probs, routing, chosen = blank(call.logits.device)
     mask = None if call.pad_routing == "keep" else call.padding_mask
     launch_as(
         number,
@@ -189,13 +178,13 @@ def router_topk(call: TopkCall) -> tuple[Tensor, ...]:
 
 def _plan_scores(
     logits: Tensor, padding_mask: Tensor | None, topk: int, score_function: str, routing_format: str
-) -> tuple[_Rows, tuple[Any, ...], _Shapes]:
+) -> tuple[_Rows, tuple[Any, ...], Blank]:
     contract.check_router_scores(logits, padding_mask, topk, score_function, routing_format)
     rows = _rows(logits, topk, 0, "rows")
     scoring = (score_function, score_function, False, True)
     formats = ("none", routing_format, False)
     constants = _constants(rows, logits.shape[1], topk, (False, True, False), scoring, (0, 0), formats)
-    return rows, constants, _shapes(*contract.fake_router_scores(logits, padding_mask, topk, score_function, routing_format))
+    return rows, constants, Blank(*contract.fake_router_scores(logits, padding_mask, topk, score_function, routing_format))
 
 
 _scores_plans = Plans(_plan_scores)
@@ -204,8 +193,8 @@ _scores_plans = Plans(_plan_scores)
 def router_scores(
     logits: Tensor, padding_mask: Tensor | None, topk: int, score_function: str, routing_format: str = "mask"
 ) -> tuple[Tensor, Tensor]:
-    number, (rows, constants, shapes) = _scores_plans(logits, padding_mask, topk, score_function, routing_format)
-    scores, routing = _allocate(shapes, logits.device)
+    number, (rows, constants, blank) = _scores_plans(logits, padding_mask, topk, score_function, routing_format)
+    scores, routing = blank(logits.device)
     launch_as(
         number,
         route_rows,
@@ -235,7 +224,7 @@ class _Sums(NamedTuple):
     folded: int
     blocks: int
     finish: tuple[Any, ...]
-    shapes: _Shapes
+    blank: Blank
 
 
 def _plan_router(*fields: Any) -> _Sums:
@@ -253,11 +242,11 @@ def _plan_router(*fields: Any) -> _Sums:
     pairs = rows.programs + sequences + 1
     folded = _FOLDED if sequences == 0 and rows.programs > _FOLDED else 0
     height, blocks = pairs + folded, -(-experts // _FINISH_E)
-    partial: _Shapes = (
-        ((height, experts), torch.float32),
-        ((2, height, experts), torch.int32),
-        ((height + 1,), torch.int32),
-        ((height + sets * blocks,), torch.float32),
+    partial = (
+        meta(height, experts, dtype=torch.float32),
+        meta(2, height, experts, dtype=torch.int32),
+        meta(height + 1, dtype=torch.int32),
+        meta(height + sets * blocks, dtype=torch.float32),
     )
     return _Sums(
         rows,
@@ -268,7 +257,7 @@ def _plan_router(*fields: Any) -> _Sums:
         folded,
         blocks,
         (experts, call.topk, total, mean, _FINISH_P, _FINISH_E, _FINISH_S),
-        (*_shapes(*contract.fake_router(*fields)), *partial),
+        Blank(*contract.fake_router(*fields), *partial),
     )
 
 
@@ -282,7 +271,7 @@ def router(call: RouterCall) -> tuple[Tensor, ...]:
     kind = call if tokens is None else call._replace(total_num_tokens=min(tokens, 0))
     number, plan = _router_plans(*kind)
     rows, tiling = plan.rows, plan.rows.tiling
-    *outputs, sums, integers, row_counts, z_sums = _allocate(plan.shapes, call.logits.device)
+    *outputs, sums, integers, row_counts, z_sums = plan.blank(call.logits.device)
     probs, routing, chosen, tokens_per_expert, aux_loss, z_loss, score_sums, counts, z_sum, num_tokens, coefficients = outputs
     total, experts = call.logits.shape
     height = plan.pairs + plan.folded
