@@ -38,8 +38,8 @@ from torch import Tensor
 import thdops
 from meta_kernels.attention_thd import GradCall
 from thdops.conformance.interpreter import guarded_memory, why_not
+from thdops.ops.attention_thd import backends, samples
 from thdops.ops.attention_thd import op as attention_op
-from thdops.ops.attention_thd import samples
 from thdops.ops.layouts import prefix_sums
 
 CUDA = torch.cuda.is_available()
@@ -53,6 +53,8 @@ LONG_KEYS = Batch([20, 4, 35, 0], [21, 8, 40, 0], 70)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for plans in (backends._plans, backends._grad_plans):  # which hold blocks and the choice of kernels
+        monkeypatch.setattr(plans, "_known", {})
     if why_not() == "" and not CUDA:
         from thdops.ops.attention_thd import kernels
 
@@ -63,17 +65,15 @@ def native(case: Case, given: Numbers, **more: Any) -> Answers:
     """What the native kernels give, fp32; padding rows are checked to be exact on the way."""
     if CUDA:
         return computed(case, given, "cuda", backend="native", **more)
-    from thdops.ops.attention_thd import kernels
-
     metadata, options = case.arguments("cpu")
     names = ("cu_seqlens_q", "cu_seqlens_kv")
     call = attention_op._call(
         *given[:3], **dict(zip(names, metadata, strict=False)), sink=given.sink, return_max_logit=True, **{**options, **more}
     )
     with guarded_memory([x for x in (*call, *given) if isinstance(x, Tensor)]):
-        out, lse, max_logit = kernels.attention(call)
+        out, lse, max_logit = backends.attention(*call)
         grad = GradCall(given.grad_out, given.grad_lse, *call[:3], out, lse, *call[3:19])
-        dq, dk, dv, dsink = kernels.attention_grad(grad)
+        dq, dk, dv, dsink = backends.attention_grad(*grad)
     gradients = (dq, dk, dv) if given.sink is None else (dq, dk, dv, dsink)
     answers = Answers(out, lse, max_logit, gradients)
     check_padding(case, answers)
@@ -142,10 +142,23 @@ def test_reported_layouts() -> None:
         holds(case)
 
 
+def test_launchers_refuse_what_the_ops_refuse() -> None:
+    """They check every kind of call themselves, before anything is planned."""
+    device = torch.device("cpu")
+    for launcher, refusals in (
+        (backends.attention, samples.attention_refusals),
+        (backends.attention_grad, samples.attention_grad_refusals),
+    ):
+        for refusal in refusals(device):
+            for _ in range(2):
+                with pytest.raises(refusal.error) as raised:
+                    launcher(*refusal.args)
+                assert str(raised.value) == refusal.text.format(device)
+
+
 @pytest.mark.skipif(CUDA or why_not() != "", reason=why_not() or "launches are intercepted on CPU tensors")
 def test_launches_depend_on_shapes_alone() -> None:
     """Cases 2 and 16: offsets in one tensor or in two, and hundreds of empty sequences, are launched as any others."""
-    from thdops.ops.attention_thd import kernels
     from thdops.ops.launch import intercept
 
     q, k, v, grad_out = (torch.zeros(512, heads, 16) for heads in (4, 2, 2, 4))
@@ -158,8 +171,8 @@ def test_launches_depend_on_shapes_alone() -> None:
 
         call = attention_op._call(q, k, v, cu, cu_seqlens_q_padded=padded, causal=True)
         with intercept(note):
-            out, lse, _ = kernels.attention(call)
-            kernels.attention_grad(GradCall(grad_out, None, *call[:3], out, lse, *call[3:19]))
+            out, lse, _ = backends.attention(*call)
+            backends.attention_grad(grad_out, None, *call[:3], out, lse, *call[3:19])
         return seen
 
     even = torch.arange(0, 513, 2, dtype=torch.int32)
@@ -253,7 +266,7 @@ def _tiles_of(x: Batch, y: Batch, bottom_right: bool, block: int) -> list[list[i
 @pytest.mark.parametrize("bottom_right", [False, True])
 def test_tile_table(sequences: int, bottom_right: bool) -> None:
     """Every row has one tile; 300 sequences need several chunks of the count."""
-    from thdops.ops.attention_thd.kernels_tiles import tile_table
+    from thdops.ops.attention_thd.kernels_tiles import TileTable
 
     generator = torch.Generator().manual_seed(sequences)
     draw = lambda values: [values[i] for i in torch.randint(len(values), (sequences,), generator=generator)]  # noqa: E731
@@ -262,19 +275,26 @@ def test_tile_table(sequences: int, bottom_right: bool) -> None:
         for lengths, gaps in ((draw([0, 0, 3, 17, 40]), draw([0, 2, 9])) for _ in range(2))
     )
     device = "cuda" if CUDA else "cpu"
-    tiles, counts = tile_table((*x.metadata(device), x.total), (*y.metadata(device), y.total), bottom_right, 16)
+
+    offsets = [
+        cu if padded is None else padded for side in (x, y) for cu, padded in [side.metadata(device)] for padded in (cu, padded)
+    ]
+
+    def tile_table(*how: Any, **more: Any) -> tuple[Tensor, Tensor]:
+        return TileTable(x.total, y.total, sequences, False, *how, **more)(*offsets)
+
+    tiles, counts = tile_table(bottom_right, 16)
     expected = _tiles_of(x, y, bottom_right, 16)
     assert counts.tolist() == [len(expected), 0]
     for tile, wanted in zip(tiles[: len(expected), :6].tolist(), expected, strict=True):
         fields = 6 if wanted[2] else 3  # what a tile without a valid row says of the other side is not read
         assert tile[:fields] == wanted[:fields]
-    sides = (*x.metadata(device), x.total), (*y.metadata(device), y.total)
     if not bottom_right:
-        spread, _ = tile_table(*sides, False, 16, spread=True)
+        spread, _ = tile_table(False, 16, spread=True)
         rows = tiles[: len(expected), :6].tolist()
         assert spread[: len(expected), :6].tolist() == sorted(rows, key=lambda tile: -tile[5])
     for owned in ("valid", "met") if sequences <= 40 else ():
-        few, (number, _) = (table.tolist() for table in tile_table(*sides, bottom_right, 16, owned))
+        few, (number, _) = (table.tolist() for table in tile_table(bottom_right, 16, owned))
         assert [tile[1:3] for tile in few[:number]] == [[tile[2]] * 2 for tile in few[:number]]
         kept = [tile for tile in expected if tile[2] > 0 and (owned == "valid" or tile[4] > 0)]
         assert [[tile[i] for i in (0, 2, 3, 4, 5)] for tile in few[:number]] == [

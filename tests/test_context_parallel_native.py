@@ -46,6 +46,8 @@ def _in_place_and_small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(sections, "kernels", in_place)
         monkeypatch.setattr(sections, "_in_place", lambda call: True)
         monkeypatch.setattr(kernels, "_BLOCKS_FP32", kernels.Blocks(16, 16, 4, 1))
+        for plans in (kernels._attends, kernels._upstreams, kernels._queries_grads, kernels._keys_grads):
+            monkeypatch.setattr(plans, "_known", {})
 
 
 @interpreted

@@ -3,6 +3,9 @@
 T rows, B sequences, H heads, D head dims. A call is a tile table of each side that is cut (`kernels_tiles.py`) and persistent
 kernels that take tiles until none is left: the grid is as large as the GPU, whatever the batch, and no length is known on the host.
 On Hopper, calls that the kernels written for it serve go to these; plain Triton serves the rest, and every other GPU.
+
+What follows from the kind of a call is planned once for all calls of that kind (`Plans`): which kernels, their blocks and windows,
+strides, tile tables. A plan is an object that is called with the tensors; it allocates and launches.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import triton
 from torch import Tensor
 
 from meta_kernels import attention_thd as contract
-from meta_kernels.attention_thd import Call, GradCall, key_metadata
+from meta_kernels.attention_thd import Call, GradCall
 from thdops.ops.attention_thd.kernels_backward import (
     attention_grad_keys_kernel,
     attention_grad_queries_kernel,
@@ -26,8 +29,9 @@ from thdops.ops.attention_thd.kernels_backward import (
 )
 from thdops.ops.attention_thd.kernels_blocks import LOG2E, parts
 from thdops.ops.attention_thd.kernels_forward import attention_forward_kernel
-from thdops.ops.attention_thd.kernels_tiles import tile_table
-from thdops.ops.launch import launch, multiprocessors
+from thdops.ops.attention_thd.kernels_tiles import TileTable
+from thdops.ops.launch import Launch, multiprocessors
+from thdops.ops.plans import Blank, Plans, meta
 
 
 class Blocks(NamedTuple):
@@ -46,6 +50,9 @@ _FEW = 8  # tiles of keys a multiprocessor, below which a causal mask's heavy on
 _LONG = 1024  # visible keys from which adding up dq in memory beats a second kernel, measured on an H200
 
 
+Operands = tuple[Tensor, Tensor, Tensor]
+
+
 class Found(NamedTuple):
     """Where attention to some keys leaves its results, and those for other keys that it begins with."""
 
@@ -54,44 +61,91 @@ class Found(NamedTuple):
     max_logit: Tensor  # fp32 [Hq], raised to what is found; or [0]
     before: Tensor | None = None  # fp32 [Tq, Hq, Dv] in units of e^unit, with `lse` for its LSE; `out` itself if that is fp32
     unit: Tensor | None = None  # as `lse`; for an fp32 `out`, and for `before`
-    owned: str = "all"  # rows that are written; see `tile_table`
+    owned: str = "all"  # rows that are written; see `TileTable`
 
 
-def attention(call: Call) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [Tq, Hq, Dv], lse fp32 [Hq, Tq], max_logit fp32 [Hq] or [0]). Padding rows: out 0, lse -inf."""
-    out, lse, max_logit = contract.fake_attention(*call)
-    if call.return_max_logit:
-        max_logit.fill_(-math.inf)
-    attention_into(call, Found(out, lse, max_logit))
-    return out, lse, max_logit
+class Attention:
+    """(out [Tq, Hq, Dv], lse fp32 [Hq, Tq], max_logit fp32 [Hq] or [0]) of calls of one kind. Padding rows: out 0, lse -inf."""
+
+    def __init__(self, call: Call) -> None:
+        results = contract.fake_attention(*call)
+        self._blank = Blank(*results)
+        self._attend = _Attend(call, Found(*results))
+
+    def __call__(self, call: Call) -> tuple[Tensor, ...]:
+        results = out, lse, max_logit = self._blank(call.q.device)
+        if call.return_max_logit:
+            max_logit.fill_(-math.inf)
+        self._attend(call, Found(out, lse, max_logit))
+        return results
 
 
 def attention_into(call: Call, found: Found) -> None:
-    """`attention`, written to `found`; with `found.before`, attention to those keys and to these (softmax "vanilla" then)."""
-    out, lse, max_logit, before, base, owned = found
-    q, k, v = (_loadable(x) for x in call[:3])
-    sink = None if call.sink is None else call.sink.contiguous()
-    if is_hopper(q.get_device()) and not call.return_max_logit:
-        from thdops.ops.attention_thd import kernels_hopper_forward as hopper
+    """`Attention`, written to `found`; with `found.before`, attention to those keys and to these (softmax "vanilla" then)."""
+    _, attend = _attends(call, found)
+    attend(call, found)
 
-        if hopper.serves(q, k, v, call.scale):
-            tiles, sequences = _query_tiles(call, hopper.BLOCK_M, owned), call.cu_seqlens_q.shape[0] - 1
-            softmax = "sink" if call.softmax == "learnable" else call.softmax
-            how = (sequences, *_window(call), call.scale, call.softcap, softmax, before, base)
-            hopper.forward(q, k, v, *tiles, out, lse, sink, *how)
-            return
 
-    blocks = _forward_blocks(call)
-    unit, *strides = _strides(q, k, v)
-    negative, factor = call.scale < 0, max(abs(call.scale), 1e-30)  # as good as 0, and keeps -inf * 0 away
-    _persistent(
-        attention_forward_kernel,
-        (q, k, v, sink, before, base, out, lse, max_logit, *_query_tiles(call, blocks.queries, owned)),
-        (*strides, lse.stride(0), q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
-        (factor if call.softcap else factor * LOG2E.value, call.softcap),
-        (negative, *_widths(call), *_bounded(call), call.softmax, call.softcap != 0, call.return_max_logit, unit),
-        blocks,
-    )
+class _Attend:
+    """`attention_into` of one kind."""
+
+    def __init__(self, call: Call, found: Found) -> None:
+        q, k, v = _operands(call)
+        if is_hopper(q.get_device()) and not call.return_max_logit:
+            from thdops.ops.attention_thd import kernels_hopper_forward as hopper
+
+            if hopper.serves(q, k, v, call.scale):
+                self._tiles = _query_tiles(call, hopper.BLOCK_M, found.owned)
+                softmax = "sink" if call.softmax == "learnable" else call.softmax
+                how = (call.cu_seqlens_q.shape[0] - 1, *_window(call), call.scale, call.softcap, softmax)
+                self._kernel: Any = hopper.Forward(q, k, v, found.out, found.lse, *how)
+                return
+
+        blocks = _forward_blocks(call)
+        self._tiles = _query_tiles(call, blocks.queries, found.owned)
+        unit, *strides = _strides(q, k, v)
+        negative, factor = call.scale < 0, max(abs(call.scale), 1e-30)  # as good as 0, and keeps -inf * 0 away
+        self._kernel = _persistent(
+            attention_forward_kernel,
+            self._tiles,
+            (*strides, found.lse.stride(0), q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
+            (factor if call.softcap else factor * LOG2E.value, call.softcap),
+            (negative, *_widths(call), *_bounded(call), call.softmax, call.softcap != 0, call.return_max_logit, unit),
+            blocks,
+            q.get_device(),
+        )
+
+    def __call__(self, call: Call, found: Found) -> None:
+        out, lse, max_logit, before, unit, _ = found
+        sink = None if call.sink is None else call.sink.contiguous()
+        queries, keys = _sides(call)
+        self._kernel(*_operands(call), sink, before, unit, out, lse, max_logit, *self._tiles(*queries, *keys))
+
+
+_attends = Plans(_Attend)
+
+
+class AttentionGrad:
+    """(dq, dk, dv, dsink fp32 [Hq] or [0]) of calls of one kind. Padding rows: 0."""
+
+    def __init__(self, call: GradCall) -> None:
+        results = dq, *_ = contract.fake_attention_grad(*call)
+        self._blank = Blank(*results)
+        self._upstream = _AttentionUpstream(call, reduces=not call.deterministic)
+        grad_out = _grad_out(call)
+        self._queries = _GradQueries(call, grad_out, adds=False)
+        self._keys = _GradKeys(call, grad_out, adds=False, reduces=self._upstream.reduces)
+        self._rounded = _rounding(dq, call.scale)
+
+    def __call__(self, call: GradCall) -> tuple[Tensor, ...]:
+        results = dq, dk, dv, dsink = self._blank(call.q.device)
+        operands, upstream = _operands(call), self._upstream(call, dsink)
+        if upstream.sums is None:
+            self._queries(operands, upstream, dq, upstream.tiles)
+        self._keys(call, operands, upstream, dk, dv)
+        if upstream.sums is not None:
+            self._rounded(upstream.sums, dq)
+        return results
 
 
 class Upstream(NamedTuple):
@@ -104,89 +158,152 @@ class Upstream(NamedTuple):
     tiles: tuple[Tensor, Tensor]  # of the call's queries
 
 
-def attention_grad(call: GradCall) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, dsink fp32 [Hq] or [0]). Padding rows: 0."""
-    dq, dk, dv, dsink = contract.fake_attention_grad(*call)
-    call = call._replace(q=_loadable(call.q), k=_loadable(call.k), v=_loadable(call.v))  # once for all kernels
-    upstream = attention_upstream(call, dsink, not call.deterministic)
-    if upstream.sums is None:
-        attention_grad_queries(call, upstream, dq, False, upstream.tiles)
-    attention_grad_keys(call, upstream, dk, dv, False)
-    if upstream.sums is not None:
-        rounded(upstream.sums, dq, call.scale)
-    return dq, dk, dv, dsink
-
-
 def attention_upstream(call: GradCall, dsink: Tensor, reduces: bool) -> Upstream:
     """For all sections of the keys: once, whatever they are. Writes dsink. `reduces`: dq may come by reduction, in any order."""
-    q = call.q
-    grad_out = _loadable(q.new_zeros(()).expand(call.out.shape) if call.grad_out is None else call.grad_out)
-    lse, sums = call.lse.contiguous(), None
-    hopper = _hopper_backward(call, grad_out)
-    if hopper is None:
-        rows = _queries_blocks(call).queries
-    else:
-        rows, _ = hopper.tile_rows(q.shape[2], call.v.shape[2])
-        if reduces and _is_long(call) and call.scale > 0 and hopper.reduces(q.shape[2], call.v.shape[2]):
-            sums = torch.empty(q.shape, dtype=torch.float32, device=q.device)
-    tiles = _query_tiles(call, rows)
-    return Upstream(grad_out, lse, _delta(call, grad_out, lse, *tiles, dsink, sums), sums, tiles)
+    _, upstream = _upstreams(call, dsink, reduces)
+    return upstream(call, dsink)
+
+
+class _AttentionUpstream:
+    """`attention_upstream` of one kind. delta is made of the forward's out as it was rounded; `sums` are zeroed on the way."""
+
+    def __init__(self, call: GradCall, reduces: bool) -> None:
+        q, out, grad_out = call.q, _loadable(call.out), _grad_out(call)
+        total, heads, dim = out.shape
+        hopper = _hopper_backward(call, grad_out)
+        if hopper is None:
+            rows, self.reduces = _queries_blocks(call).queries, False
+        else:
+            rows, _ = hopper.tile_rows(q.shape[2], dim)
+            self.reduces = reduces and _is_long(call) and call.scale > 0 and hopper.reduces(q.shape[2], dim)
+        self._tiles = _query_tiles(call, rows)
+        grad_lse_strides = (0, 0) if call.grad_lse is None else call.grad_lse.stride()
+        unit, *strides = _strides(out, grad_out)
+        width = max(16, 1 << (dim - 1).bit_length())
+        self._delta = Launch(
+            delta_kernel,
+            (_programs(self._tiles, heads, 8, q.get_device()), 1, 1),
+            (*strides, *grad_lse_strides, total, heads),
+            (dim, width, q.shape[2] if self.reduces else 0, unit, 32),
+        )
+        self._dsink = Launch(sink_grad_kernel, (heads, 1, 1), (total,), (1024,), 8)
+        delta, sums = meta(heads, total, dtype=torch.float32), meta(*q.shape, dtype=torch.float32)
+        self._blank = Blank(delta, sums) if self.reduces else Blank(delta)
+
+    def __call__(self, call: GradCall, dsink: Tensor) -> Upstream:
+        lse, grad_out = call.lse.contiguous(), _grad_out(call)
+        queries, keys = _sides(call)
+        tiles = self._tiles(*queries, *keys)
+        delta, *more = self._blank(lse.device)
+        sums = more[0] if more else None
+        self._delta(_loadable(call.out), grad_out, lse, call.grad_lse, delta, sums, *tiles)
+        if call.sink is not None:
+            self._dsink(call.sink.contiguous(), lse, delta, dsink)
+        return Upstream(grad_out, lse, delta, sums, tiles)
+
+
+_upstreams = Plans(lambda call, dsink, reduces: _AttentionUpstream(call, reduces))
 
 
 def attention_grad_queries(
     call: GradCall, upstream: Upstream, dq: Tensor, adds: bool, tiles: tuple[Tensor, Tensor] | None = None
 ) -> None:
     """dq, contiguous, over the call's keys. `adds`: to what dq holds, fp32, and rows that meet no key stay as they are."""
-    q, k, v = (_loadable(x) for x in call[2:5])
-    grad_out, lse, delta = upstream[:3]
-    hopper = _hopper_backward(call, grad_out)
-    if tiles is None:
-        rows = _queries_blocks(call).queries if hopper is None else hopper.tile_rows(q.shape[2], v.shape[2])[0]
-        tiles = _query_tiles(call, rows, "met" if adds else "all")
-    if hopper is not None:
-        hopper.backward(q, k, v, grad_out, lse, delta, dq, None, None, None, tiles, None, *_window(call), call.scale, adds)
-        return
-    unit, *strides = _strides(q, k, v, grad_out)
-    _persistent(
-        attention_grad_queries_kernel,
-        (q, k, v, grad_out, lse, delta, dq, *tiles),
-        (*strides, q.shape[0], q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
-        _factors(call),
-        (*_widths(call), *_bounded(call), call.softcap != 0, adds, unit),
-        _queries_blocks(call),
-    )
+    _, grad = _queries_grads(call, upstream, dq, adds)
+    grad(_operands(call), upstream, dq, grad.tiles(call) if tiles is None else tiles)
+
+
+class _GradQueries:
+    """`attention_grad_queries` of one kind."""
+
+    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool) -> None:
+        q, k, v = _operands(call)
+        owned = "met" if adds else "all"
+        hopper = _hopper_backward(call, grad_out)
+        if hopper is not None:
+            self._tiles = _query_tiles(call, hopper.tile_rows(q.shape[2], v.shape[2])[0], owned)
+            self._kernel: Any = hopper.Queries(q, k, v, grad_out, *_window(call), call.scale, adds)
+            return
+        blocks = _queries_blocks(call)
+        self._tiles = _query_tiles(call, blocks.queries, owned)
+        unit, *strides = _strides(q, k, v, grad_out)
+        self._kernel = _persistent(
+            attention_grad_queries_kernel,
+            self._tiles,
+            (*strides, q.shape[0], q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
+            _factors(call),
+            (*_widths(call), *_bounded(call), call.softcap != 0, adds, unit),
+            blocks,
+            q.get_device(),
+        )
+
+    def tiles(self, call: GradCall) -> tuple[Tensor, Tensor]:
+        queries, keys = _sides(call)
+        return self._tiles(*queries, *keys)
+
+    def __call__(self, operands: Operands, upstream: Upstream, dq: Tensor, tiles: tuple[Tensor, Tensor]) -> None:
+        self._kernel(*operands, upstream.grad_out, upstream.lse, upstream.delta, dq, *tiles)
+
+
+_queries_grads = Plans(lambda call, upstream, dq, adds: _GradQueries(call, upstream.grad_out, adds))
 
 
 def attention_grad_keys(call: GradCall, upstream: Upstream, dk: Tensor, dv: Tensor, adds: bool) -> None:
     """dk and dv, contiguous, over the call's queries, and a share of `upstream.sums` if there are these. `adds`: as above."""
-    q, k, v = (_loadable(x) for x in call[2:5])
-    grad_out, lse, delta, sums, _ = upstream
-    owned = "met" if adds else "all"
-    hopper = _hopper_backward(call, grad_out)
-    if hopper is not None:
-        tiles = _key_tiles(call, hopper.tile_rows(q.shape[2], v.shape[2])[1], owned)
-        hopper.backward(q, k, v, grad_out, lse, delta, None, dk, dv, sums, None, tiles, *_window(call), call.scale, adds)
-        return
-    blocks = _keys_blocks(call)
-    # Seen from a key, queries stand on the other side of the diagonal.
-    before, behind = _window(call)
-    left, right = _bounded(call)
-    unit, *strides = _strides(q, k, v, grad_out)
-    _persistent(
-        attention_grad_keys_kernel,
-        (q, k, v, grad_out, lse, delta, dk, dv, *_key_tiles(call, blocks.keys, owned)),
-        (*strides, q.shape[0], k.shape[1], q.shape[1] // k.shape[1], behind, before),
-        _factors(call),
-        (*_widths(call), right, left, call.softcap != 0, adds, unit),
-        blocks,
-    )
+    _, grad = _keys_grads(call, upstream, dk, dv, adds)
+    grad(call, _operands(call), upstream, dk, dv)
+
+
+class _GradKeys:
+    """`attention_grad_keys` of one kind."""
+
+    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool, reduces: bool) -> None:
+        q, k, v = _operands(call)
+        owned = "met" if adds else "all"
+        hopper = _hopper_backward(call, grad_out)
+        if hopper is not None:
+            self._tiles = _key_tiles(call, hopper.tile_rows(q.shape[2], v.shape[2])[1], owned)
+            self._kernel: Any = hopper.Keys(q, k, v, grad_out, *_window(call), call.scale, adds, reduces)
+            return
+        blocks = _keys_blocks(call)
+        self._tiles = _key_tiles(call, blocks.keys, owned)
+        # Seen from a key, queries stand on the other side of the diagonal.
+        before, behind = _window(call)
+        left, right = _bounded(call)
+        unit, *strides = _strides(q, k, v, grad_out)
+        self._kernel = _persistent(
+            attention_grad_keys_kernel,
+            self._tiles,
+            (*strides, q.shape[0], k.shape[1], q.shape[1] // k.shape[1], behind, before),
+            _factors(call),
+            (*_widths(call), right, left, call.softcap != 0, adds, unit),
+            blocks,
+            q.get_device(),
+        )
+
+    def __call__(self, call: GradCall, operands: Operands, upstream: Upstream, dk: Tensor, dv: Tensor) -> None:
+        grad_out, lse, delta, sums, _ = upstream
+        queries, keys = _sides(call)
+        tiles = self._tiles(*keys, *queries)
+        self._kernel(*operands, grad_out, lse, delta, dk, dv, *tiles, *(() if sums is None else (sums,)))
+
+
+_keys_grads = Plans(lambda call, upstream, dk, dv, adds: _GradKeys(call, upstream.grad_out, adds, upstream.sums is not None))
 
 
 def rounded(sums: Tensor, grad: Tensor, scale: float = 1.0) -> None:
     """grad = scale sums, fp32; both contiguous."""
+    _, launch = _roundings(sums, grad, scale)
+    launch(sums, grad)
+
+
+def _rounding(grad: Tensor, scale: float) -> Launch:
+    """`rounded` of one kind."""
     chunk, block = 8, 4096  # head dims are multiples of 8
-    grid = (triton.cdiv(grad.numel(), block), 1, 1)
-    launch(convert_kernel, grid, (sums, grad, grad.numel() // chunk, scale), (chunk, block), 8)
+    return Launch(convert_kernel, (triton.cdiv(grad.numel(), block), 1, 1), (grad.numel() // chunk, scale), (chunk, block), 8)
+
+
+_roundings = Plans(lambda sums, grad, scale: _rounding(grad, scale))
 
 
 def _factors(call: GradCall) -> tuple[float, float, float]:
@@ -200,8 +317,7 @@ def _hopper_backward(call: GradCall, grad_out: Tensor) -> Any:
         return None
     from thdops.ops.attention_thd import kernels_hopper_backward as hopper
 
-    q, k, v = (_loadable(x) for x in call[2:5])
-    return hopper if hopper.serves(q, k, v, grad_out) else None
+    return hopper if hopper.serves(*_operands(call), grad_out) else None
 
 
 @cache
@@ -217,63 +333,52 @@ def _is_long(call: GradCall) -> bool:
     return not windowed and call.k.shape[0] >= _LONG * (call.cu_seqlens_q.shape[0] - 1)
 
 
-def _delta(
-    call: GradCall, grad_out: Tensor, lse: Tensor, tiles: Tensor, counts: Tensor, dsink: Tensor, sums: Tensor | None = None
-) -> Tensor:
-    """fp32 [Hq, Tq], from the forward's out as it was rounded; on the way dsink, and zeros into `sums`, where there are these."""
-    out = _loadable(call.out)
-    total, heads, dim = out.shape
-    delta = torch.empty(heads, total, dtype=torch.float32, device=out.device)
-    grad_lse_strides = (0, 0) if call.grad_lse is None else call.grad_lse.stride()
-    unit, *strides = _strides(out, grad_out)
-    args = (out, grad_out, lse, call.grad_lse, delta, sums, tiles, counts, *strides, *grad_lse_strides, total, heads)
-    width = max(16, 1 << (dim - 1).bit_length())
-    launch(delta_kernel, (_programs(tiles, heads, 8), 1, 1), args, (dim, width, 0 if sums is None else sums.shape[2], unit, 32))
-    if call.sink is not None:
-        launch(sink_grad_kernel, (heads, 1, 1), (call.sink.contiguous(), lse, delta, dsink, total), (1024,), 8)
-    return delta
-
-
 def _persistent(
     kernel: Any,
-    tensors: tuple[Any, ...],
+    tiles: TileTable,
     numbers: tuple[int, ...],
     factors: tuple[float, ...],
     flags: tuple[Any, ...],
     blocks: Blocks,
-) -> None:
-    """`tensors` end in tiles and counts; `numbers` have the heads in front of (group, before, behind)."""
-    tiles, heads = tensors[-2], numbers[-4]
-    launch(
+    device_index: int,
+) -> Launch:
+    """`numbers` have the heads in front of (group, before, behind)."""
+    return Launch(
         kernel,
-        (_programs(tiles, heads, 3), 1, 1),
-        (*tensors, *numbers, *factors),
+        (_programs(tiles, numbers[-4], 3, device_index), 1, 1),
+        (*numbers, *factors),
         (*flags, blocks.queries, blocks.keys),
         blocks.warps,
         stages=blocks.stages,
     )
 
 
-def _programs(tiles: Tensor, heads: int, per_multiprocessor: int) -> int:
+def _programs(tiles: TileTable, heads: int, per_multiprocessor: int, device_index: int) -> int:
     """Enough to fill the GPU (those that come later find no work), and no more than there can be work items."""
-    return min(tiles.shape[0] * heads, multiprocessors(tiles.get_device()) * per_multiprocessor)
+    return min(tiles.capacity * heads, multiprocessors(device_index) * per_multiprocessor)
 
 
 # --- metadata ------------------------------------------------------------------------------------------------------------------
 
 
-def _query_tiles(call: Call | GradCall, block: int, owned: str = "all") -> tuple[Tensor, Tensor]:
-    keys = None if call.cu_seqlens_kv is None else (*key_metadata(call), call.k.shape[0])
-    return tile_table((call.cu_seqlens_q, call.cu_seqlens_q_padded, call.q.shape[0]), keys, call.bottom_right, block, owned)
+def _sides(call: Call | GradCall) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """(cu_seqlens, padded offsets) of queries and of keys."""
+    cu, padded = call.cu_seqlens_q, call.cu_seqlens_q_padded
+    queries = (cu, cu if padded is None else padded)
+    cu, padded = call.cu_seqlens_kv, call.cu_seqlens_kv_padded
+    return queries, queries if cu is None else (cu, cu if padded is None else padded)
 
 
-def _key_tiles(call: Call | GradCall, block: int, owned: str = "all") -> tuple[Tensor, Tensor]:
-    queries = (call.cu_seqlens_q, call.cu_seqlens_q_padded, call.q.shape[0])
+def _query_tiles(call: Call | GradCall, block: int, owned: str = "all") -> TileTable:
+    shared, sequences = call.cu_seqlens_kv is None, call.cu_seqlens_q.shape[0] - 1
+    return TileTable(call.q.shape[0], call.k.shape[0], sequences, shared, call.bottom_right, block, owned)
+
+
+def _key_tiles(call: Call | GradCall, block: int, owned: str = "all") -> TileTable:
+    shared, sequences = call.cu_seqlens_kv is None, call.cu_seqlens_q.shape[0] - 1
     rows, heads, _ = call.k.shape
     uneven = call.causal and rows * heads < _FEW * block * multiprocessors(call.q.get_device())
-    if call.cu_seqlens_kv is None:
-        return tile_table(queries, None, False, block, owned, uneven)
-    return tile_table((*key_metadata(call), rows), queries, call.bottom_right, block, owned, uneven)
+    return TileTable(rows, call.q.shape[0], sequences, shared, call.bottom_right and not shared, block, owned, uneven)
 
 
 def _window(call: Call | GradCall) -> tuple[int, int]:
@@ -287,6 +392,15 @@ def _bounded(call: Call | GradCall) -> tuple[bool, bool]:
 
 
 # --- operands ------------------------------------------------------------------------------------------------------------------
+
+
+def _operands(call: Call | GradCall) -> Operands:
+    """q, k, v as kernels read them."""
+    return _loadable(call.q), _loadable(call.k), _loadable(call.v)
+
+
+def _grad_out(call: GradCall) -> Tensor:
+    return _loadable(call.q.new_zeros(()).expand(call.out.shape) if call.grad_out is None else call.grad_out)
 
 
 def _loadable(x: Tensor) -> Tensor:

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -43,7 +44,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of
 from thdops.ops.attention_thd.kernels_hopper_names import async_atomic_add, async_load, barrier
-from thdops.ops.launch import launch, multiprocessors
+from thdops.ops.launch import Launch, multiprocessors
+from thdops.ops.plans import meta
 
 _LOG2E = gl.constexpr(1.4426950408889634)
 
@@ -855,7 +857,7 @@ _REDUCED = {
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
-    """Whether `backward` takes these: a tuned pair of head dims, 16 bits, rows that TMA can address, something to do."""
+    """Whether `Keys` and `Queries` take these: a tuned pair of head dims, 16 bits, rows that TMA can address, something to do."""
     return (q.shape[2], v.shape[2]) in _KEYS and q.dtype in ELEMENT and all(map(addressable, (q, k, v, do)))
 
 
@@ -865,50 +867,71 @@ def tile_rows(d_qk: int, d_v: int) -> tuple[int, int]:
 
 
 def reduces(d_qk: int, d_v: int) -> bool:
-    """Whether `backward` had better be given the fp32 sums for dQ, where any order of adding will do."""
+    """Whether `Keys` had better be given the fp32 sums for dQ, where any order of adding will do."""
     return (d_qk, d_v) in _REDUCED
 
 
-def backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dq_acc: Tensor | None,
-    query_tiles: tuple[Tensor, Tensor] | None, key_tiles: tuple[Tensor, Tensor] | None,
-    left: int, right: int, scale: float, adds: bool,
-) -> None:  # fmt: skip
-    """Write dq, dk and dv (contiguous, of their inputs' shapes), zeros on padding rows.
+class Keys:
+    """dk and dv [Tk, Hkv, D], planned for tensors that `serves` takes; zeros on padding rows.
 
-    lse and delta = rowsum(dO * O) - dLSE: fp32 [Hq, Tq], contiguous. Tiles: (entries, counts) of `tile_rows` rows each, the work
-    counter zero; where those of one side are None, their gradients are left out. dq_acc: fp32 [Tq, Hq, Dqk] (see `reduces`), to
-    which dq / scale is added on the way to dk and dv. left, right: rows of the window on either side of the diagonal, -1 for all of
-    them. adds: gradients are added to what stands in the rows of tiles, fp32.
+    left, right: rows of the window on either side of the diagonal, -1 for all of them. adds: gradients are added to what stands in
+    the rows of tiles, fp32. reduces: there will be `sums`.
     """
-    shape = (q.shape[2], v.shape[2])
-    strides = (q.stride(1), k.stride(1), v.stride(1), do.stride(1))
-    group = q.shape[1] // k.shape[1]
-    window = (*shape, int(left >= 0), int(right >= 0))
-    if key_tiles is not None:
-        plan = _KEYS[shape] if dq_acc is None else _REDUCED[shape]
-        descs = _operands(q, k, v, do, plan.block, plan.rows // plan.parts)
-        added = descs[0] if dq_acc is None else Boxes(dq_acc, *box_of(dq_acc, plan.block, shape[0]))
-        args = (*descs, added, *strides, lse, delta, dk, dv, q.shape[0], *key_tiles, k.shape[1], group, left, right, scale)
-        _run(keys_kernel, plan, q, args, (*window, plan.parts, plan.stages, int(dq_acc is not None), int(adds)))
-    if query_tiles is not None:
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, left: int, right: int, scale: float, adds: bool, reduces: bool
+    ) -> None:
+        shape = (q.shape[2], v.shape[2])
+        plan = (_REDUCED if reduces else _KEYS)[shape]
+        self._operands = _Operands(q, k, v, do, plan.block, plan.rows // plan.parts)
+        self._sums = box_of(meta(*q.shape, dtype=torch.float32), plan.block, q.shape[2])
+        constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, int(reduces), int(adds))
+        self._launch = _launch(keys_kernel, plan, q, (k.shape[1], q.shape[1] // k.shape[1], left, right, scale), constexprs)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
+        tiles: Tensor, counts: Tensor, sums: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """lse and delta = rowsum(dO * O) - dLSE: fp32 [Hq, Tq], contiguous. Tiles of `tile_rows` rows each, the work counter zero.
+        sums: fp32 [Tq, Hq, Dqk], to which dq / scale is added on the way to dk and dv.
+        """
+        descs = self._operands(q, k, v, do)
+        added = descs[0] if sums is None else Boxes(sums, *self._sums)
+        self._launch(*descs, added, *self._operands.columns, lse, delta, dk, dv, q.shape[0], tiles, counts)
+
+
+class Queries:
+    """dq [Tq, Hq, D]: as `Keys`."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, left: int, right: int, scale: float, adds: bool) -> None:
+        shape = (q.shape[2], v.shape[2])
         plan = _QUERIES[shape]
-        descs = _operands(q, k, v, do, plan.rows // plan.parts, plan.block)
-        args = (*descs, *strides, lse, delta, dq, q.shape[0], *query_tiles, q.shape[1], group, left, right, scale)
-        _run(queries_kernel, plan, q, args, (*window, plan.parts, plan.stages, int(adds)))
+        self._operands = _Operands(q, k, v, do, plan.rows // plan.parts, plan.block)
+        constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, int(adds))
+        self._launch = _launch(queries_kernel, plan, q, (q.shape[1], q.shape[1] // k.shape[1], left, right, scale), constexprs)
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tiles: Tensor, counts: Tensor
+    ) -> None:
+        self._launch(*self._operands(q, k, v, do), *self._operands.columns, lse, delta, dq, q.shape[0], tiles, counts)
 
 
-def _run(kernel: Any, plan: _Plan, q: Tensor, args: tuple[Any, ...], constexprs: tuple[Any, ...]) -> None:
+def _launch(kernel: Any, plan: _Plan, q: Tensor, numbers: tuple[Any, ...], constexprs: tuple[Any, ...]) -> Launch:
     grid = (multiprocessors(q.get_device()) * plan.per_sm, 1, 1)
-    launch(kernel, grid, args, constexprs, plan.warps, plan.registers)
+    return Launch(kernel, grid, numbers, constexprs, plan.warps, plan.registers)
 
 
-def _operands(q: Tensor, k: Tensor, v: Tensor, do: Tensor, q_rows: int, k_rows: int) -> list[Any]:
-    """Descriptors of two chunks of the head dim each, the second None where one will do."""
-    return [d for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows), (do, q_rows)) for d in _two_chunks(x, rows)]
+class _Operands:
+    """Descriptors of q, k, v, do in two chunks of the head dim each, the second None where one will do; `columns` between heads."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, q_rows: int, k_rows: int) -> None:
+        self.columns = (q.stride(1), k.stride(1), v.stride(1), do.stride(1))
+        self._boxes = [_two_chunks(x, rows) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows), (do, q_rows))]
+
+    def __call__(self, *operands: Tensor) -> list[Any]:
+        return [box and Boxes(x, *box) for x, boxes in zip(operands, self._boxes, strict=True) for box in boxes]
 
 
 def _two_chunks(x: Tensor, rows: int) -> list[Any]:
     chunks = {192: (128, 64), 96: (64, 32)}.get(x.shape[2], (x.shape[2],))
-    return [Boxes(x, *box_of(x, rows, columns)) for columns in chunks] + [None] * (2 - len(chunks))
+    return [box_of(x, rows, columns) for columns in chunks] + [None] * (2 - len(chunks))

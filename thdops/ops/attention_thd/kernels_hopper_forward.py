@@ -22,8 +22,6 @@ section need not have been to all: they get what was found.
 # must be types, not strings: no `from __future__ import annotations` here.
 # pyright: reportGeneralTypeIssues=false, reportPossiblyUnboundVariable=false, reportIndexIssue=false, reportAssignmentType=false
 
-from typing import Any
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -36,8 +34,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of
 from thdops.ops.attention_thd.kernels_hopper_names import VIEWS_REACH_BEYOND, aggregate, async_load, barrier, reinterpret
-from thdops.ops.launch import launch_as, multiprocessors
-from thdops.ops.plans import Plans
+from thdops.ops.launch import Launch, multiprocessors
 
 _LOG2E = 1.4426950408889634
 LOG2E = gl.constexpr(_LOG2E)
@@ -608,58 +605,57 @@ _SHORT = 512  # keys: below, blocks of 64 win more at their ends than they lose 
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
-    """Whether `forward` takes such a call: head dims with a tuned shape, 16-bit floats, rows that TMA can load, scale > 0.
+    """Whether `Forward` takes such a call: head dims with a tuned shape, 16-bit floats, rows that TMA can load, scale > 0.
 
     Maxima are taken before the scale is applied, hence its sign. The GPU must be a Hopper (compute capability 9.0).
     """
     return (q.shape[2], v.shape[2]) in _SHAPES and q.dtype in ELEMENT and scale > 0.0 and all(map(addressable, (q, k, v)))
 
 
-def _plan(
-    q: Tensor, k: Tensor, v: Tensor, found: Tensor | None, unit: Tensor | None, out: Tensor, lse: Tensor, sink: Tensor | None,
-    short: bool, left: bool, right: bool, softmax: str, softcap: bool,
-) -> Any:  # fmt: skip
-    """`found`, `unit` and `sink` are here for what kind they are: see `Plans`."""
-    heads = q.shape[1]
-    block_n, q_stages, stages = _SHAPES[q.shape[2], v.shape[2]][short]
-    boxes = (box_of(q, ROWS.value, CHUNK.value), box_of(k, block_n, CHUNK.value), box_of(v, block_n, v.shape[2]))
-    strides = (q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), lse.stride(0))
-    constexprs = (q.shape[2], v.shape[2], block_n, q_stages, stages, left, right, softmax, softcap)
-    return *boxes, (heads, heads // k.shape[1], *strides), constexprs
-
-
-_plans = Plans(_plan)
-
-
-def forward(
-    q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, counts: Tensor, out: Tensor, lse: Tensor, sink: Tensor | None, sequences: int,
-    left: int, right: int, scale: float, softcap: float, softmax: str,
-    found: Tensor | None = None, unit: Tensor | None = None,
-) -> None:  # fmt: skip
+class Forward:
     """Attention of q [Tq, Hq, D_QK] with k [Tk, Hkv, D_QK] and v [Tk, Hkv, D_V]: out [Tq, Hq, D_V] and lse float32 [Hq, Tq].
 
-    Calls that `serves` refuses must not come here.
-
-    Args:
-        tiles, counts: of blocks of BLOCK_M queries, int32; counts[1] is 0 and counts up. Every row of `out` and `lse` is written,
-            padding rows with +0.0 and -inf.
-        out: contiguous, of q's dtype or fp32. `lse` is in natural log, its rows side by side.
-        sink: float32 [Hq], for softmax "sink".
-        sequences: how many there are; only their mean length is looked at, to choose the blocks.
-        left, right: keys on each side of the diagonal that a row sees, -1 unbounded; causal is right = 0.
-        softcap: 0.0 is none.
-        softmax: "vanilla", "off_by_one" or "sink".
-        found, unit: None, or what attention to other keys gave for the rows that have tiles, fp32 [Tq, Hq, D_V], in units of
-            e^unit ([Hq, Tq], strided as lse), `lse` being its LSE: `out` and `lse` then become those of all keys. Softmax is
-            "vanilla". If `out` is fp32, too, it is `found` itself, and rows of tiles are all valid. `unit` alone: to be written
-            with an fp32 `out`.
+    Planned for tensors that `serves` takes; called with others of the same kind.
     """
-    windowed = left >= 0 and right >= 0 and left + right < _SHORT
-    short = windowed or k.shape[0] < _SHORT * sequences
-    key, (q_box, k_box, v_box, ints, constexprs) = _plans(
-        q, k, v, found, unit, out, lse, sink, short, left >= 0, right >= 0, softmax, softcap > 0.0
-    )
-    boxes = (Boxes(q, *q_box), Boxes(k, *k_box), Boxes(v, *v_box))
-    sinks = lse if sink is None else sink
-    args = (*boxes, tiles, counts, found, unit, out, lse, sinks, *ints, left, right, scale * _LOG2E, softcap)
-    launch_as(key, attention_forward, (multiprocessors(q.get_device()), 1, 1), args, constexprs)
+
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: int,
+        left: int, right: int, scale: float, softcap: float, softmax: str,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            sequences: how many there are; only their mean length is looked at, to choose the blocks.
+            left, right: keys on each side of the diagonal that a row sees, -1 unbounded; causal is right = 0.
+            softcap: 0.0 is none.
+            softmax: "vanilla", "off_by_one" or "sink".
+        """
+        windowed = left >= 0 and right >= 0 and left + right < _SHORT
+        block_n, q_stages, stages = _SHAPES[q.shape[2], v.shape[2]][windowed or k.shape[0] < _SHORT * sequences]
+        self._boxes = (box_of(q, ROWS.value, CHUNK.value), box_of(k, block_n, CHUNK.value), box_of(v, block_n, v.shape[2]))
+        heads = (q.shape[1], q.shape[1] // k.shape[1])
+        strides = (q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), lse.stride(0))
+        self._launch = Launch(
+            attention_forward,
+            (multiprocessors(q.get_device()), 1, 1),
+            (*heads, *strides, left, right, scale * _LOG2E, softcap),
+            (q.shape[2], v.shape[2], block_n, q_stages, stages, left >= 0, right >= 0, softmax, softcap > 0.0),
+        )
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, sink: Tensor | None, found: Tensor | None, unit: Tensor | None, out: Tensor,
+        lse: Tensor, _: Tensor, tiles: Tensor, counts: Tensor,
+    ) -> None:  # fmt: skip
+        """
+        Args:
+            sink: float32 [Hq], for softmax "sink".
+            found, unit: None, or what attention to other keys gave for the rows that have tiles, fp32 [Tq, Hq, D_V], in units of
+                e^unit ([Hq, Tq], strided as lse), `lse` being its LSE: `out` and `lse` then become those of all keys. Softmax is
+                "vanilla". If `out` is fp32, too, it is `found` itself, and rows of tiles are all valid. `unit` alone: to be
+                written with an fp32 `out`.
+            out: contiguous, of q's dtype or fp32. `lse` is in natural log, its rows side by side.
+            tiles, counts: of blocks of BLOCK_M queries, int32; counts[1] is 0 and counts up. Every row of `out` and `lse` is
+                written, padding rows with +0.0 and -inf.
+        """
+        q_box, k_box, v_box = self._boxes
+        sinks = lse if sink is None else sink
+        self._launch(Boxes(q, *q_box), Boxes(k, *k_box), Boxes(v, *v_box), tiles, counts, found, unit, out, lse, sinks)

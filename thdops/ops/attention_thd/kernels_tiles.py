@@ -27,7 +27,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from thdops.ops.launch import launch
+from thdops.ops.launch import Launch
+from thdops.ops.plans import Blank, meta
 
 _TILES = 16  # of one program
 _FIELDS = 8
@@ -38,42 +39,40 @@ def capacity(rows: int, sequences: int, block: int) -> int:
     return triton.cdiv(rows, block) + sequences + 2
 
 
-def tile_table(
-    x: tuple[Tensor, Tensor | None, int],
-    y: tuple[Tensor, Tensor | None, int] | None,
-    bottom_right: bool,
-    block: int,
-    owned: str = "all",
-    spread: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """(tiles int32 [capacity, 8], counts int32 [2]) of side x = (cu_seqlens, padded offsets, rows) against y (None: the same).
+class TileTable:
+    """(tiles int32 [capacity, 8], counts int32 [2]) of side x against side y, planned for the rows of both and the sequences.
 
-    `owned`: which rows of x have a tile, "all", "valid" or "met" (those that have valid rows in y). `spread`: the last blocks of
-    all sequences come first, not those of the first sequence.
+    Called with the offsets of x, valid and padded, and those of y; `shared`: y is x.
     """
-    cu_x, padded_x, rows_x = x
-    cu_y, padded_y, rows_y = x if y is None else y
-    sequences = cu_x.shape[0] - 1
-    most = capacity(rows_x, sequences, block)
-    tiles = torch.empty(most, _FIELDS, dtype=torch.int32, device=cu_x.device)
-    counts = torch.empty(2, dtype=torch.int32, device=cu_x.device)
-    args = (
-        cu_x,
-        cu_x if padded_x is None else padded_x,
-        cu_y,
-        cu_y if padded_y is None else padded_y,
-        tiles,
-        counts,
-        rows_x,
-        rows_y,
-        sequences,
-        most,
-    )
-    chunk = min(256, max(16, triton.next_power_of_2(sequences + 2)))
-    launch(
-        tile_table_kernel, (triton.cdiv(most, _TILES), 1, 1), args, (y is None, bottom_right, owned, spread, block, _TILES, chunk)
-    )
-    return tiles, counts
+
+    def __init__(
+        self,
+        x_rows: int,
+        y_rows: int,
+        sequences: int,
+        shared: bool,
+        bottom_right: bool,
+        block: int,
+        owned: str = "all",
+        spread: bool = False,
+    ) -> None:
+        """`owned`: which rows of x have a tile, "all", "valid" or "met" (those that have valid rows in y). `spread`: the last
+        blocks of all sequences come first, not those of the first sequence.
+        """
+        self.capacity = capacity(x_rows, sequences, block)
+        self._blank = Blank(meta(self.capacity, _FIELDS, dtype=torch.int32), meta(2, dtype=torch.int32))
+        chunk = min(256, max(16, triton.next_power_of_2(sequences + 2)))
+        self._launch = Launch(
+            tile_table_kernel,
+            (triton.cdiv(self.capacity, _TILES), 1, 1),
+            (x_rows, y_rows, sequences, self.capacity),
+            (shared, bottom_right, owned, spread, block, _TILES, chunk),
+        )
+
+    def __call__(self, cu_x: Tensor, padded_x: Tensor, cu_y: Tensor, padded_y: Tensor) -> tuple[Tensor, Tensor]:
+        tiles, counts = self._blank(cu_x.device)
+        self._launch(cu_x, padded_x, cu_y, padded_y, tiles, counts)
+        return tiles, counts
 
 
 @triton.jit

@@ -273,6 +273,7 @@ def _spec(name: str, schema: str, summary: str, **rest: Any) -> None:
             # The backward computes P again as e^(S - LSE): what LSE was rounded by is a relative error of P.
             roundings=4.0,
             coarse=("sink",),
+            launcher_checks=True,
             **rest,
         ),
         REGISTRY,
