@@ -25,8 +25,9 @@ from thdops.ops.plans import number
 
 Grid = tuple[int, int, int]
 
-_compiled: dict[Any, Any] = {}
-_COMPILED_KEPT = 8192  # callers may name a key per shape; Triton keeps the kernels themselves, so forgetting costs one slow launch
+_compiled: dict[Any, Any] = {}  # by the keys of callers, who may name one per shape
+_kinds: dict[Any, Any] = {}  # the same kernels by all that specialises them
+_COMPILED_KEPT = 8192  # of each; Triton keeps the kernels themselves, so forgetting costs one slow launch
 _interceptor: Callable[..., None] | None = None
 
 
@@ -44,17 +45,8 @@ def launch(
     `args` are the leading parameters: tensors, ints, floats, None, or tuples of these; `constexprs` the trailing ones. `registers`
     bounds what a thread may use, so that more of them run at a time; `stages` is how many loads of a loop are under way at a time.
     """
-    key = [
-        id(kernel),
-        num_warps,
-        registers,
-        stages,
-        constexprs,
-        *map(type, constexprs),
-    ]  # True, 1 and 1.0 are equal and compile to different code
-    for arg in args:
-        _append_kind(key, arg)
-    launch_as(tuple(key), kernel, grid, args, constexprs, num_warps, registers, stages)
+    how = (constexprs, num_warps, registers, stages)
+    launch_as(_kind(kernel, args, *how), kernel, grid, args, *how)
 
 
 def launch_as(
@@ -67,7 +59,7 @@ def launch_as(
     registers: int | None = None,
     stages: int | None = None,
 ) -> None:
-    """`launch` for a caller that knows a key which determines all that specialises the kernel.
+    """`launch` for a caller that knows a key which determines all that specialises the kernel, and is found faster than that.
 
     That is: the kernel, `constexprs`, `num_warps`, `registers`, `stages`, the dtype and 16-byte alignment of each tensor, which
     integers need 64 bits and, for integers inside a tuple, which are 1 or multiples of 16.
@@ -83,11 +75,15 @@ def launch_as(
     device = torch._C._cuda_getDevice()
     compiled = _compiled.get((key, device))
     if compiled is None:
-        _refuse_specialised_integers(kernel, args)
-        if len(_compiled) >= _COMPILED_KEPT:
-            _compiled.clear()
-        _compiled[key, device] = kernel[grid](*args, *constexprs, **_options(num_warps, registers, stages))
-        return
+        kind = _kind(kernel, args, constexprs, num_warps, registers, stages), device  # another key may have had it compiled
+        compiled = _kinds.get(kind)
+        if compiled is None:
+            _refuse_specialised_integers(kernel, args)
+            compiled = kernel[grid](*args, *constexprs, **_options(num_warps, registers, stages))
+            _keep(_kinds, kind, compiled)
+            _keep(_compiled, (key, device), compiled)
+            return
+        _keep(_compiled, (key, device), compiled)
     stream = torch._C._cuda_getCurrentRawStream(device)
     if not knobs.runtime.launch_enter_hook.calls:
         compiled.run(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constexprs)
@@ -99,6 +95,22 @@ def _options(num_warps: int, registers: int | None, stages: int | None) -> dict[
     """What Triton calls them."""
     given = {"num_warps": num_warps, "maxnreg": registers, "num_stages": stages}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _keep(known: dict[Any, Any], key: Any, compiled: Any) -> None:
+    if len(known) >= _COMPILED_KEPT:
+        known.clear()
+    known[key] = compiled
+
+
+def _kind(
+    kernel: Any, args: tuple[Any, ...], constexprs: tuple[Any, ...], num_warps: int, registers: int | None, stages: int | None
+) -> tuple[Any, ...]:
+    """All that specialises a kernel. True, 1 and 1.0 are equal and compile to different code."""
+    key = [id(kernel), num_warps, registers, stages, constexprs, *map(type, constexprs)]
+    for arg in args:
+        _append_kind(key, arg)
+    return tuple(key)
 
 
 def _append_kind(key: list[Any], arg: Any) -> None:
@@ -113,6 +125,8 @@ def _append_kind(key: list[Any], arg: Any) -> None:
             _append_kind(key, part)
             if isinstance(part, int):  # inside a tuple, do_not_specialize is not heeded (Triton 3.6)
                 key += (part == 1, part % 16 == 0)
+    elif hasattr(arg, "block_shape"):  # a TMA descriptor
+        key += (arg.base.dtype, *arg.block_shape, arg.layout)
     else:
         key.append(type(arg))
 
@@ -129,7 +143,8 @@ def _refuse_specialised_integers(kernel: Any, args: tuple[Any, ...]) -> None:
 class Launch:
     """A launch that a plan holds: all of it but the leading arguments, which come with a call; `numbers` follow them.
 
-    Whatever specialises the kernel must follow from the kind of call that the plan is for: one launch is one compiled kernel.
+    Whatever specialises the kernel must follow from the kind of call that the plan is for: a launch has one compiled kernel, which
+    others may have, too.
     """
 
     def __init__(
