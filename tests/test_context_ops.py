@@ -274,6 +274,16 @@ def test_more_columns_than_a_program_has() -> None:
     assert torch.equal(kernel("from_half")(half, *args), reference.from_half(half, *args))
 
 
+def test_more_lanes_than_a_program_has() -> None:
+    """Several programs of narrow rows, the last of them with fewer lanes; side by side along rows, and along lanes."""
+    x = torch.arange(37 * 320, dtype=torch.int32, device=DEVICE)
+    args = (cu(2, 50, 50, 300).to(DEVICE), "second", 1)
+    for lse in (x.view(37, 320), x.view(320, 37).t()):
+        half = kernel("half")(lse, *args)
+        assert torch.equal(half, reference.half(lse, *args))
+        assert torch.equal(kernel("from_half")(half, *args), reference.from_half(half, *args))
+
+
 @pytest.mark.parametrize("half", [None, *HALVES])
 def test_more_sequences_than_are_scanned_at_a_time(half: str | None) -> None:
     owned = [4 * (b % 4) for b in range(1500)]

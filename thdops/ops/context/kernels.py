@@ -78,8 +78,8 @@ def shares_of_rows(padded, sequences, total, shares, rows, ZIGZAG: tl.constexpr,
 
 # --- metadata ------------------------------------------------------------------------------------------------------------------
 
-_ROWS = 256
-_ENTRIES = 1024  # entries of a cu_seqlens a program scans at a time
+_ROWS = 128  # one for each thread
+_ENTRIES, _SCANNING = 512, 16  # entries of a cu_seqlens a program scans at a time, one for each thread of so many warps
 
 
 @triton.jit(do_not_specialize=["rows", "sequences", "shares", "share"])
@@ -142,7 +142,7 @@ def local_cu_seqlens(
     wanted = chunks if half is None else (chunks[HALVES.index(half)], None)
     pieces = cp_size if half is None else 2 * cp_size
     args = (cu_seqlens, padded, valid, starts, cu_seqlens.shape[0] - 1, 2 * cp_size, *wanted, pieces)
-    launch(local_cu_seqlens_kernel, (1, 1, 1), args, (_ENTRIES,))
+    launch(local_cu_seqlens_kernel, (1, 1, 1), args, (_ENTRIES,), _SCANNING)
     return valid, starts
 
 
@@ -187,29 +187,32 @@ def all_local_cu_seqlens(cu_seqlens: Tensor, cu_seqlens_padded: Tensor, cp_size:
     row = triton.cdiv(entries, 4) * 4  # so that every row is aligned alike, which kernels are compiled for
     valid, starts = cu_seqlens.new_empty(cp_size, 3, row), cu_seqlens.new_empty(2, row)
     args = (cu_seqlens, cu_seqlens_padded, valid, starts, entries - 1, row, cp_size)
-    launch(all_local_cu_seqlens_kernel, (3 * cp_size, 1, 1), args, (partition == "zigzag", _ENTRIES))
+    launch(all_local_cu_seqlens_kernel, (3 * cp_size, 1, 1), args, (partition == "zigzag", _ENTRIES), _SCANNING)
     return valid[..., :entries], starts[..., :entries]
 
 
 # --- rows ----------------------------------------------------------------------------------------------------------------------
 
 _INTEGERS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
-_MOVED = 1024  # elements of at most 8 bytes that a program moves
-_MOST_R = 256  # rows of a program where rows are narrow
+_MOVED = 1024  # elements of at most 8 bytes that a program moves of one lane
+_MOST_R = 128  # rows of a program where rows are narrow
+_MOST = 4096  # elements of all its lanes
 
 
 @triton.jit(
-    do_not_specialize=["source", "target", "sequences", "total", "shares", "share", "rows", "width", "row_stride", "lane_stride"]
-)
+    do_not_specialize=[
+        "source", "target", "sequences", "total", "shares", "share", "lanes", "rows", "width", "lane_stride", "row_stride",
+    ]
+)  # fmt: skip
 def move_rows_kernel(
-    source, target, padded, sequences, total, shares, share, rows, width, row_stride, lane_stride,
+    source, target, padded, sequences, total, shares, share, lanes, rows, width, lane_stride, row_stride,
     SPLIT: tl.constexpr, ZIGZAG: tl.constexpr, DTYPE: tl.constexpr, UNIT: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, WAYS: tl.constexpr,
+    LANES: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_W: tl.constexpr, WAYS: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCK_R, BLOCK_W] of a lane of target. SPLIT: from the whole buffer to shares of it; else from shares to the whole.
+    """[BLOCK_R, LANES, BLOCK_W] of target. SPLIT: from the whole buffer to shares of it; else from shares to the whole.
 
     With a `share`, there is that one alone, and rows of the whole buffer that are another's become zero; None: all W stand one
-    after the other. Neighbouring programs have neighbouring columns.
+    after the other. A row is looked up once for all LANES. Neighbouring programs have neighbouring columns.
     """
     width, row_stride, lane_stride = width.to(tl.int64) * UNIT, row_stride.to(tl.int64) * UNIT, lane_stride.to(tl.int64) * UNIT
     total = total.to(tl.int64)
@@ -217,7 +220,7 @@ def move_rows_kernel(
     block = tl.program_id(0).to(tl.int64)
     columns = block % column_blocks * BLOCK_W + tl.arange(0, BLOCK_W)
     r = block // column_blocks % row_blocks * BLOCK_R + tl.arange(0, BLOCK_R)
-    lane = block // column_blocks // row_blocks
+    lane = block // column_blocks // row_blocks * LANES + tl.arange(0, LANES)
     n = total // shares
     exists = r < rows
     if SPLIT:
@@ -234,11 +237,11 @@ def move_rows_kernel(
     write = target.to(tl.int64).to(tl.pointer_type(DTYPE))
     if UNIT == 2:
         read, write = tl.multiple_of(read, 16), tl.multiple_of(write, 16)
-    read += lane * lane_stride
-    write += lane * rows * width
-    inside = (columns < width)[None, :]
-    value = tl.load(read + found[:, None] * row_stride + columns[None, :], mask=wanted[:, None] & inside, other=0)
-    tl.store(write + r[:, None] * width + columns[None, :], value, mask=exists[:, None] & inside)
+    read += (found * row_stride)[:, None, None] + (lane * lane_stride)[None, :, None] + columns[None, None, :]
+    write += (r * width)[:, None, None] + (lane * (rows * width))[None, :, None] + columns[None, None, :]
+    inside = (lane < lanes)[None, :, None] & (columns < width)[None, None, :]
+    value = tl.load(read, mask=wanted[:, None, None] & inside, other=0)
+    tl.store(write, value, mask=exists[:, None, None] & inside)
 
 
 def _move_rows(
@@ -258,14 +261,15 @@ def _move_rows(
     size = min(aligned, 8)
     block_w = min(triton.next_power_of_2(width // size), _MOVED)
     block_r = min(_MOVED // block_w, _MOST_R)
+    block_lanes = min(triton.next_power_of_2(lanes), _MOST // (block_r * block_w))
     launch(
         move_rows_kernel,
-        (lanes * triton.cdiv(rows, block_r) * triton.cdiv(width // size, block_w), 1, 1),
+        (triton.cdiv(lanes, block_lanes) * triton.cdiv(rows, block_r) * triton.cdiv(width // size, block_w), 1, 1),
         (
-            x.data_ptr(), out.data_ptr(), cu_seqlens_padded, cu_seqlens_padded.shape[0] - 1, total, shares, share, rows,
-            width // aligned, row_stride // aligned, lane_stride // aligned,
+            x.data_ptr(), out.data_ptr(), cu_seqlens_padded, cu_seqlens_padded.shape[0] - 1, total, shares, share, lanes, rows,
+            width // aligned, lane_stride // aligned, row_stride // aligned,
         ),
-        (split, zigzag, _INTEGERS[size], aligned // size, block_r, block_w, 32 if block_r <= 16 else 8),
+        (split, zigzag, _INTEGERS[size], aligned // size, block_lanes, block_r, block_w, 32 if block_r <= 16 else 8),
     )  # fmt: skip
     return out
 
