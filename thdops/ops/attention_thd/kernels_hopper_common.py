@@ -1,4 +1,4 @@
-"""What the launchers of the Hopper kernels share: tensors as TMA loads them.
+"""What the Hopper kernels share, and their launchers: constants, and tensors as TMA loads them.
 
 [T, H, D] (rows, heads, head dim) is to TMA T rows of all heads, in which a head's columns start at head * stride, and which is
 loaded in boxes of [rows, columns].
@@ -13,6 +13,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+LOG2E = gl.constexpr(1.4426950408889634)
+LN2 = gl.constexpr(0.6931471805599453)
 ELEMENT = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}  # what the kernels take
 _INT32 = 2**31
 

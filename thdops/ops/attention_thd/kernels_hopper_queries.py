@@ -1,0 +1,218 @@
+"""dQ on Hopper: `queries_kernel` owns tiles of queries and walks over the keys they see.
+
+T rows, H heads, D head dim, G = Hq / Hkv query heads of a key head; blocks are BLOCK_K keys. `kernels_hopper_backward.py` has
+the formulas and says how warps share the work.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+
+from thdops.ops.attention_thd.kernels_hopper_common import LOG2E
+from thdops.ops.attention_thd.kernels_hopper_memory import (
+    barriers,
+    buffers,
+    chunks_of,
+    clear_shared,
+    copy,
+    copy_tile,
+    mailbox,
+    meeting,
+    store,
+)
+from thdops.ops.attention_thd.kernels_hopper_names import barrier
+from thdops.ops.attention_thd.kernels_hopper_products import as_running, dot, dot_transposed, wait, zeros
+from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_hidden, post, take, tile_at, zero_hidden
+
+
+@gluon.jit
+def _queries_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+    descs, columns, work, all_heads, window, operands, tile_bars, block_bars = args
+    q_desc, k_desc, v_desc, do_desc = descs
+    q_head, k_head, v_head, do_head = columns
+    tiles, counts, mail, mail_full, mail_empty = work
+    heads, group = all_heads
+    left, right = window
+    q, k, v, do = operands
+    q_full, q_empty = tile_bars
+    full, empty = block_bars
+    BLOCK_K: gl.constexpr = k[0].shape[1]
+    STAGES: gl.constexpr = k[0].shape[0]
+    Q_BYTES: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 * (D_QK + D_V)
+    BYTES: gl.constexpr = BLOCK_K * 2 * (D_QK + D_V)
+    total = gl.load(counts) * heads
+    item = gl.atomic_add(counts + 1, 1)
+    turn = 0
+    n = 0
+    loaded = 0
+    while item < total:
+        post(work, turn, item)
+        turn += 1
+        head = item % heads
+        row, rows, valid, other_row, others, position = tile_at(tiles, item // heads)
+        first, blocks = blocks_met(position, valid, others, left, right, BLOCK_K, LEFT, RIGHT)
+        if blocks > 0:
+            mbarrier.wait(q_empty, (loaded & 1) ^ 1)
+            mbarrier.expect(q_full, Q_BYTES)
+            copy_tile(q_desc, q, q_full, row, head * q_head)
+            copy_tile(do_desc, do, q_full, row, head * do_head)
+            loaded += 1
+            for b in range(blocks):
+                j = other_row + first + b * BLOCK_K
+                slot = n % STAGES
+                mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+                mbarrier.expect(full.index(slot), BYTES)
+                copy(k_desc, k, slot, full.index(slot), j, head // group * k_head)
+                copy(v_desc, v, slot, full.index(slot), j, head // group * v_head)
+                n += 1
+        item = gl.atomic_add(counts + 1, 1)
+    post(work, turn, item)
+
+
+@gluon.jit
+def _queries_block(
+    part: gl.constexpr, dq, lse_r, delta_r, j, tile, window, scale, operands, empty, n, start,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr,
+):  # fmt: skip
+    """Take block n of keys, from row j on, into dQ."""
+    q, k, v, do = operands
+    left, right = window
+    position, valid, others = tile
+    ROWS: gl.constexpr = q[0].shape[1]
+    BLOCK_K: gl.constexpr = k[0].shape[1]
+    STAGES: gl.constexpr = k[0].shape[0]
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
+    slot = n % STAGES
+    s = dot_transposed(q, part, k, slot, S)
+    dp = dot_transposed(do, part, v, slot, S)
+    if RUNS_ON:
+        dq = wait(dq, len(q) + len(v))
+        barrier()
+        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > start)
+    cut = is_cut(j, position, valid, others, left, right, ROWS, BLOCK_K, LEFT, RIGHT)
+    s = warpgroup_mma_wait(len(v), deps=(s,))
+    p = gl.exp2(s * (scale * LOG2E) - lse_r[:, None])  # [ROWS, BLOCK_K]
+    if cut:
+        p = zero_hidden(p, j, position, valid, others, left, right, LEFT, RIGHT)
+    dp = warpgroup_mma_wait(0, deps=(dp,))
+    ds = p * (dp - delta_r[:, None])
+    if cut:
+        ds = gl.where(p == 0.0, 0.0, ds)
+    dq = dot(ds.to(k[0].dtype), k, slot, dq)
+    if not RUNS_ON:
+        dq = wait(dq, 0)
+    return dq
+
+
+@gluon.jit
+def _queries_consumer(
+    part: gl.constexpr, args, D_QK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ADDS: gl.constexpr
+):  # fmt: skip
+    dq_out, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars, clean = args
+    tiles, counts, mail, mail_full, mail_empty = work
+    left, right = window
+    q, k, v, do = operands
+    q_full, q_empty = tile_bars
+    full, empty = block_bars
+    PARTS: gl.constexpr = q[0].shape[0]
+    ROWS: gl.constexpr = q[0].shape[1]
+    BLOCK_K: gl.constexpr = k[0].shape[1]
+    STAGES: gl.constexpr = k[0].shape[0]
+    RUNS_ON: gl.constexpr = PARTS == 1
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, S))
+    total = gl.load(counts) * heads
+    turn = 0
+    n = 0
+    loaded = 0
+    cleared = 0
+    item = take(work, turn)
+    while item < total:
+        turn += 1
+        head = item % heads
+        row, rows, valid, other_row, others, position = tile_at(tiles, item // heads)
+        first, blocks = blocks_met(position, valid, others, left, right, BLOCK_K, LEFT, RIGHT)
+        row += part * ROWS
+        rows -= part * ROWS
+        valid -= part * ROWS
+        position += part * ROWS
+        dq = zeros(q)
+        if blocks > 0:
+            at = head.to(gl.int64) * tq + row
+            lse_r = gl.load(lse + at + r, mask=r < valid, other=0.0) * LOG2E
+            delta_r = gl.load(delta + at + r, mask=r < valid, other=0.0)
+            mbarrier.wait(q_full, loaded & 1)
+            loaded += 1
+            start = n
+            running = as_running(dq) if RUNS_ON else dq
+            for b in range(blocks):
+                j = first + b * BLOCK_K
+                mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+                if j + BLOCK_K > others:
+                    clear_shared(k, (), n % STAGES, others - j, part, PARTS, clean, cleared)
+                    cleared += 1
+                tile = (position, valid, others)
+                if RUNS_ON:
+                    running = _queries_block(
+                        part, running, lse_r, delta_r, j, tile, window, scale, operands, empty, n, start, LEFT, RIGHT, RUNS_ON
+                    )
+                else:
+                    if not is_hidden(j, position, valid, left, right, ROWS, BLOCK_K, LEFT, RIGHT):
+                        running = _queries_block(
+                            part, running, lse_r, delta_r, j, tile, window, scale, operands, empty, n, start, LEFT, RIGHT, RUNS_ON
+                        )
+                    barrier()
+                    mbarrier.arrive(empty.index(n % STAGES), count=1)
+                n += 1
+            if RUNS_ON:
+                dq = wait(running, 0)
+                barrier()
+                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1)
+            else:
+                dq = running
+            mbarrier.arrive(q_empty, count=1)
+        store(dq, dq_out + head * D_QK, row, rows, valid, heads * D_QK, scale, ADDS)
+        item = take(work, turn)
+
+
+@gluon.jit(do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "heads", "group", "left", "right"])
+def queries_kernel(
+    q0, q1, k0, k1, v0, v1, do0, do1, q_head, k_head, v_head, do_head, lse, delta, dq, tq, tiles, counts,
+    heads, group, left, right, scale,
+    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
+    ADDS: gl.constexpr,
+):  # fmt: skip
+    """dQ of the query tiles of every query head. ADDS: onto what dq holds."""
+    descs = (chunks_of(q0, q1), chunks_of(k0, k1), chunks_of(v0, v1), chunks_of(do0, do1))
+    columns = (q_head, k_head, v_head, do_head)
+    operands = (buffers(descs[0], PARTS), buffers(descs[1], STAGES), buffers(descs[2], STAGES), buffers(descs[3], PARTS))
+    window = (left, right)
+    work = (tiles, counts, mailbox(), barriers(2, 1), barriers(2, PARTS))
+    tile_bars = (barriers(1, 1).index(0), barriers(1, PARTS).index(0))
+    block_bars = (barriers(STAGES, 1), barriers(STAGES, PARTS))
+    clean = meeting(PARTS)
+    fence_async_shared()
+    barrier()
+    load = (descs, columns, work, (heads, group), window, operands, tile_bars, block_bars)
+    args = (dq, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars, clean)
+    if PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_queries_consumer, (gl.constexpr(0), args, D_QK, LEFT, RIGHT, ADDS)),
+                (_queries_producer, (load, D_QK, D_V, LEFT, RIGHT)),
+            ],
+            [1],
+            [24],
+        )
+    else:
+        gl.warp_specialize(
+            [
+                (_queries_consumer, (gl.constexpr(0), args, D_QK, LEFT, RIGHT, ADDS)),
+                (_queries_consumer, (gl.constexpr(1), args, D_QK, LEFT, RIGHT, ADDS)),
+                (_queries_producer, (load, D_QK, D_V, LEFT, RIGHT)),
+            ],
+            [4, 1],
+            [240, 24],
+        )

@@ -1,0 +1,102 @@
+"""Rings of shared memory between the warp that loads and the warpgroups that compute, in the forward on Hopper.
+
+There are three: Q with the integers of its tile, K, V. The loading warp runs ahead through them, the computing warpgroups follow at
+their own pace.
+"""
+
+# Annotations of aggregates must be types, not strings: no `from __future__ import annotations` here.
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from thdops.ops.attention_thd.kernels_hopper_names import aggregate, async_load, barrier
+from thdops.ops.attention_thd.kernels_hopper_view import GROUPS
+
+FIELDS = gl.constexpr(8)  # integers that the loading warp hands on with a tile
+
+
+@aggregate
+class Ring:
+    """STAGES buffers: what is loaded as the n-th stands in buffer n % STAGES until every warpgroup has released it."""
+
+    buffers: gl.shared_memory_descriptor  # [STAGES * n, rows, columns]
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    STAGES: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, buffers, full, empty, STAGES) -> None:
+        self.buffers = buffers
+        self.full = full
+        self.empty = empty
+        self.STAGES = gl.constexpr(STAGES)
+
+    @gluon.jit
+    def wait_full(self, n, pred=True):
+        mbarrier.wait(self.full.index(n % self.STAGES), (n // self.STAGES) & 1, pred=pred)
+
+    @gluon.jit
+    def wait_empty(self, n):
+        mbarrier.wait(self.empty.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
+
+    @gluon.jit
+    def release(self, n):
+        mbarrier.arrive(self.empty.index(n % self.STAGES), count=1)
+
+
+@gluon.jit
+def make_ring(desc, BUFFERS: gl.constexpr, STAGES: gl.constexpr):
+    """A ring of STAGES times BUFFERS boxes of `desc`."""
+    buffers = gl.allocate_shared_memory(desc.dtype, [STAGES * BUFFERS, desc.block_shape[0], desc.block_shape[1]], desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(STAGES):
+        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(empty.index(i), count=GROUPS)
+    return Ring(buffers, full, empty, STAGES)
+
+
+@gluon.jit
+def load_boxes(desc, ring, n, row, column, PARTS: gl.constexpr, BOXES: gl.constexpr):
+    """PARTS x BOXES boxes from (row, column) on, as the n-th content of the ring."""
+    stage = n % ring.STAGES
+    full = ring.full.index(stage)
+    mbarrier.expect(full, PARTS * BOXES * desc.block_type.nbytes)
+    for part in gl.static_range(PARTS):
+        for box in gl.static_range(BOXES):
+            at = [row + part * desc.block_shape[0], column + box * desc.block_shape[1]]
+            async_load(desc, at, full, ring.buffers.index((stage * PARTS + part) * BOXES + box))
+
+
+@gluon.jit
+def publish(fields, n, STAGES: gl.constexpr, values):
+    """Integers for the warpgroups, read once the n-th content of the ring of Q is complete."""
+    i = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    packed = i * 0
+    for f in gl.static_range(len(values)):
+        packed = gl.where(i == f, values[f], packed)
+    fields.index(n % STAGES).store(packed)
+    barrier()
+
+
+@gluon.jit
+def receive(fields, n, q_ring):
+    """What `publish` wrote for the n-th tile."""
+    q_ring.wait_full(n)
+    values = ()
+    for f in gl.static_range(8):
+        field = fields.index(n % q_ring.STAGES).slice(f, 1).load(gl.BlockedLayout([1], [32], [4], [0]))
+        values = values + (gl.max(field, axis=0),)
+    return values
+
+
+@gluon.jit
+def skip(k_ring, v_ring, it, count):
+    """Release blocks that this warpgroup does not see; waiting first keeps it from releasing one twice in a round."""
+    for i in range(count):
+        k_ring.wait_full(it + i)
+        k_ring.release(it + i)
+        v_ring.wait_full(it + i)
+        v_ring.release(it + i)
+    return it + count
