@@ -163,14 +163,14 @@ def _outcomes() -> dict[str, Any]:
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton compiles for NVIDIA GPUs on Linux only")
 def test_every_variant_compiles_fits_shared_memory_and_is_there() -> None:
-    """Blocks for long and for short rows differ but with the widest heads; dQ comes by reduction for two pairs of head dims."""
+    """But for the narrowest and the widest heads, long rows have other blocks; two pairs of head dims have dQ by reduction."""
     outcomes = _outcomes()
     assert {variant: why for variant, why in outcomes.items() if isinstance(why, str)} == {}
     assert {variant: size for variant, size in outcomes.items() if isinstance(size, int) and size > SHARED_MEMORY} == {}
     counts = Counter(f"{variant.split()[0]} {variant.split()[-1]}" for variant in outcomes)
     windows = len(WINDOWS)
     assert counts == {
-        "attention_forward torch.bfloat16": 4 * 2 * windows + 3,  # the widest heads in twice as many settings instead; sections
+        "attention_forward torch.bfloat16": 4 * 2 * windows + 3,  # where they are the same, twice as many settings; sections
         "keys_kernel torch.bfloat16": (4 + 2) * windows + 2,
         "queries_kernel torch.bfloat16": 4 * windows + 1,
         "attention_forward torch.float16": 1,

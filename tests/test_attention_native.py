@@ -38,6 +38,7 @@ from torch import Tensor
 import thdops
 from meta_kernels.attention_thd import GradCall
 from thdops.conformance.interpreter import guarded_memory, why_not
+from thdops.conformance.memory import poisoned_allocations
 from thdops.ops.attention_thd import backends, samples
 from thdops.ops.attention_thd import op as attention_op
 from thdops.ops.layouts import prefix_sums
@@ -264,8 +265,9 @@ def _tiles_of(x: Batch, y: Batch, bottom_right: bool, block: int) -> list[list[i
 @interpreted
 @pytest.mark.parametrize("sequences", [0, 1, 3, 40, 300])
 @pytest.mark.parametrize("bottom_right", [False, True])
-def test_tile_table(sequences: int, bottom_right: bool) -> None:
+def test_tile_table(sequences: int, bottom_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row has one tile; 300 sequences need several chunks of the count."""
+    from thdops.ops.attention_thd import kernels_tiles
     from thdops.ops.attention_thd.kernels_tiles import TileTable
 
     generator = torch.Generator().manual_seed(sequences)
@@ -293,6 +295,12 @@ def test_tile_table(sequences: int, bottom_right: bool) -> None:
         spread, _ = tile_table(False, 16, spread=True)
         rows = tiles[: len(expected), :6].tolist()
         assert spread[: len(expected), :6].tolist() == sorted(rows, key=lambda tile: -tile[5])
+    some = [length for side in (x, y) for length in side.lengths if length]
+    mean = sum(some) // max(len(some), 1)
+    for limit, of_short, of_long in ((mean, 0, len(expected)), (mean + 1, len(expected) * bool(some), len(expected) * (not some))):
+        monkeypatch.setattr(kernels_tiles, "SHORT", limit)
+        assert tile_table(bottom_right, 16, lengths="short")[1].tolist() == [of_short, 0]
+        assert tile_table(bottom_right, 16, lengths="long")[1].tolist() == [of_long, 0]
     for owned in ("valid", "met") if sequences <= 40 else ():
         few, (number, _) = (table.tolist() for table in tile_table(bottom_right, 16, owned))
         assert [tile[1:3] for tile in few[:number]] == [[tile[2]] * 2 for tile in few[:number]]
@@ -300,6 +308,26 @@ def test_tile_table(sequences: int, bottom_right: bool) -> None:
         assert [[tile[i] for i in (0, 2, 3, 4, 5)] for tile in few[:number]] == [
             [tile[i] for i in (0, 2, 3, 4, 5)] for tile in kept
         ]
+
+
+@interpreted
+@pytest.mark.parametrize("wanted", [0, 3, None])
+def test_what_reductions_need_is_left_out_where_nothing_is_reduced(wanted: int | None) -> None:
+    """Zeros before, and a conversion behind; the number is that of tiles of a table, which only the device knows."""
+    from thdops.ops.attention_thd import kernels
+
+    device = "cuda" if CUDA else "cpu"
+    (sample, *_) = samples.attention_grad_samples(torch.device(device))
+    call = GradCall(*sample.args)
+    number = None if wanted is None else torch.tensor([wanted, 0], dtype=torch.int32, device=device)
+    with poisoned_allocations():
+        dsink = torch.empty(0 if call.sink is None else call.sink.shape, dtype=torch.float32, device=device)
+        sums = kernels._AttentionUpstream(call, reduces=True)(call, dsink, number).sums
+    assert sums is not None
+    assert bool((sums.isnan() if wanted == 0 else sums == 0).all())
+    grad = torch.full_like(call.q, 5)
+    kernels._rounding(grad, 0.5)(torch.full(grad.shape, 4.0, device=device), grad, number)
+    assert bool((grad == (5 if wanted == 0 else 2)).all())
 
 
 # --- full sizes on a GPU --------------------------------------------------------------------------------------------------------
@@ -454,6 +482,51 @@ def test_loads_are_pipelined_only_where_all_products_of_a_loop_are_asynchronous(
     call = call._replace(grad_out=x, q=x, k=x, v=x, out=x)
     for blocks in (kernels._keys_blocks(call), kernels._queries_blocks(call)):
         assert blocks.queries >= 64 or blocks.stages == 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [True, False])
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128)], ids=str)
+def test_whether_sequences_are_long_is_found_on_the_device(
+    dims: tuple[int, int], deterministic: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 sequences in 8192 rows are short, or most are empty; a graph that serves both gives what each kernel alone does."""
+    from thdops.ops.attention_thd import kernels
+
+    device, rows = torch.device("cuda"), 8192
+    q, k = (torch.randn(rows, heads, dims[0], device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2))
+    v = torch.randn(rows, 2, dims[1], device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(rows, 8, dims[1], device=device, dtype=torch.bfloat16)
+    layouts = {"short": [[128] * 64, [100, 0] * 32], "long": [[4096, 4000] + [0] * 62, [0] * 60 + [2000] * 4, [0] * 64]}
+    cu = prefix_sums(layouts["short"][0], device)
+
+    def step() -> tuple[Tensor, ...]:
+        with poisoned_allocations():
+            out = thdops.attention(q, k, v, cu, causal=True, deterministic=deterministic, backend="native")
+            return (out.detach(), *torch.autograd.grad(out, (q, k, v), grad))
+
+    def alone(length: str) -> tuple[Tensor, ...]:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "_lengths", lambda call: (length,))
+            for plans in (backends._plans, backends._grad_plans):
+                patch.setattr(plans, "_known", {})
+            return step()
+
+    for _ in range(2):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for length, lengths in ((length, one) for length, some in layouts.items() for one in some):
+        cu.copy_(prefix_sums(lengths, device))
+        graph.replay()
+        for found in (captured, step()):
+            for a, b, other in zip(found, alone(length), alone("long" if length == "short" else "short"), strict=True):
+                if deterministic:
+                    assert torch.equal(a, b)
+                for x in (b, other):
+                    torch.testing.assert_close(a, x, rtol=2**-6, atol=2**-6 * float(b.float().square().mean().sqrt()) + 1e-6)
 
 
 @pytest.mark.gpu

@@ -29,7 +29,7 @@ from thdops.ops.attention_thd.kernels_backward import (
 )
 from thdops.ops.attention_thd.kernels_blocks import LOG2E, parts
 from thdops.ops.attention_thd.kernels_forward import attention_forward_kernel
-from thdops.ops.attention_thd.kernels_tiles import TileTable
+from thdops.ops.attention_thd.kernels_tiles import SHORT, TileTable
 from thdops.ops.launch import Launch, multiprocessors
 from thdops.ops.plans import Blank, Plans, meta
 
@@ -47,7 +47,7 @@ _BLOCKS_FP32 = Blocks(32, 32, 4, 1)
 _BLOCKS_SMALL = Blocks(32, 32, 4, 1)
 _SHARED_MEMORY = 160 * 1024
 _FEW = 8  # tiles of keys a multiprocessor, below which a causal mask's heavy ones have to come first
-_LONG = 1024  # visible keys from which adding up dq in memory beats a second kernel, measured on an H200
+_UNSURE = 4096  # rows from which it pays to look at the offsets, where shapes alone say that sequences are short
 
 
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -87,64 +87,85 @@ def attention_into(call: Call, found: Found) -> None:
 
 
 class _Attend:
-    """`attention_into` of one kind."""
+    """`attention_into` of one kind, by one kernel, or by one for short sequences and one for long ones."""
 
     def __init__(self, call: Call, found: Found) -> None:
         q, k, v = _operands(call)
+        self._ways: list[tuple[TileTable, Any]] = []
         if is_hopper(q.get_device()) and not call.return_max_logit:
             from thdops.ops.attention_thd import kernels_hopper_forward as hopper
 
             if hopper.serves(q, k, v, call.scale):
-                self._tiles = _query_tiles(call, hopper.BLOCK_M, found.owned)
                 softmax = "sink" if call.softmax == "learnable" else call.softmax
-                how = (call.cu_seqlens_q.shape[0] - 1, *_window(call), call.scale, call.softcap, softmax)
-                self._kernel: Any = hopper.Forward(q, k, v, found.out, found.lse, *how)
+                lengths = ("long",) if found.unit is not None else _lengths(call)  # of a section, whatever its length
+                shapes = {hopper.shape_of(q, v, *_window(call), length == "short"): length for length in lengths}
+                for shape, length in shapes.items():
+                    tiles = _query_tiles(call, shape.rows, found.owned, length if len(shapes) > 1 else "any")
+                    kernel = hopper.Forward(q, k, v, found.out, found.lse, shape, *_window(call), call.scale, call.softcap, softmax)
+                    self._ways.append((tiles, kernel))
                 return
 
         blocks = _forward_blocks(call)
-        self._tiles = _query_tiles(call, blocks.queries, found.owned)
+        tiles = _query_tiles(call, blocks.queries, found.owned)
         unit, *strides = _strides(q, k, v)
         negative, factor = call.scale < 0, max(abs(call.scale), 1e-30)  # as good as 0, and keeps -inf * 0 away
-        self._kernel = _persistent(
+        kernel = _persistent(
             attention_forward_kernel,
-            self._tiles,
+            tiles,
             (*strides, found.lse.stride(0), q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
             (factor if call.softcap else factor * LOG2E.value, call.softcap),
             (negative, *_widths(call), *_bounded(call), call.softmax, call.softcap != 0, call.return_max_logit, unit),
             blocks,
             q.get_device(),
         )
+        self._ways.append((tiles, kernel))
 
     def __call__(self, call: Call, found: Found) -> None:
         out, lse, max_logit, before, unit, _ = found
         sink = None if call.sink is None else call.sink.contiguous()
-        queries, keys = _sides(call)
-        self._kernel(*_operands(call), sink, before, unit, out, lse, max_logit, *self._tiles(*queries, *keys))
+        operands, (queries, keys) = _operands(call), _sides(call)
+        for tiles, kernel in self._ways:
+            kernel(*operands, sink, before, unit, out, lse, max_logit, *tiles(*queries, *keys))
 
 
 _attends = Plans(_Attend)
 
 
 class AttentionGrad:
-    """(dq, dk, dv, dsink fp32 [Hq] or [0]) of calls of one kind. Padding rows: 0."""
+    """(dq, dk, dv, dsink fp32 [Hq] or [0]) of calls of one kind. Padding rows: 0.
+
+    dq by a kernel of its own for short sequences, and by reduction, together with dk and dv, for long ones: where it may be and
+    shapes do not tell which they are, everything is launched, and one half of it finds nothing to do.
+    """
 
     def __init__(self, call: GradCall) -> None:
         results = dq, *_ = contract.fake_attention_grad(*call)
         self._blank = Blank(*results)
-        self._upstream = _AttentionUpstream(call, reduces=not call.deterministic)
         grad_out = _grad_out(call)
-        self._queries = _GradQueries(call, grad_out, adds=False)
-        self._keys = _GradKeys(call, grad_out, adds=False, reduces=self._upstream.reduces)
-        self._rounded = _rounding(dq, call.scale)
+        lengths = _lengths(call) if not call.deterministic and _may_reduce(call, grad_out) else ("short",)
+        self._looks = len(lengths) > 1
+        short, long = ("short", "long") if self._looks else ("any", "any")
+        self._upstream = _AttentionUpstream(call, reduces="long" in lengths)
+        self._queries = self._keys = self._reducing = None
+        if "short" in lengths:
+            self._queries = _GradQueries(call, grad_out, adds=False, lengths=short)
+            self._keys = _GradKeys(call, grad_out, adds=False, reduces=False, lengths=short)
+        if "long" in lengths:
+            self._reducing = _GradKeys(call, grad_out, adds=False, reduces=True, lengths=long)
+            self._rounded = _rounding(dq, call.scale)
 
     def __call__(self, call: GradCall) -> tuple[Tensor, ...]:
         results = dq, dk, dv, dsink = self._blank(call.q.device)
-        operands, upstream = _operands(call), self._upstream(call, dsink)
-        if upstream.sums is None:
-            self._queries(operands, upstream, dq, upstream.tiles)
-        self._keys(call, operands, upstream, dk, dv)
-        if upstream.sums is not None:
-            self._rounded(upstream.sums, dq)
+        operands = _operands(call)
+        tiles = None if self._reducing is None else self._reducing.tiles(call)
+        wanted = tiles[1] if tiles and self._looks else None
+        upstream = self._upstream(call, dsink, wanted)
+        if self._queries and self._keys:
+            self._queries(operands, upstream, dq, self._queries.tiles(call) if self._looks else upstream.tiles)
+            self._keys(operands, upstream._replace(sums=None), dk, dv, self._keys.tiles(call))
+        if self._reducing and tiles and upstream.sums is not None:
+            self._reducing(operands, upstream, dk, dv, tiles)
+            self._rounded(upstream.sums, dq, wanted)
         return results
 
 
@@ -161,21 +182,19 @@ class Upstream(NamedTuple):
 def attention_upstream(call: GradCall, dsink: Tensor, reduces: bool) -> Upstream:
     """For all sections of the keys: once, whatever they are. Writes dsink. `reduces`: dq may come by reduction, in any order."""
     _, upstream = _upstreams(call, dsink, reduces)
-    return upstream(call, dsink)
+    return upstream(call, dsink, None)
 
 
 class _AttentionUpstream:
-    """`attention_upstream` of one kind. delta is made of the forward's out as it was rounded; `sums` are zeroed on the way."""
+    """`attention_upstream` of one kind. delta is made of the forward's out as it was rounded; `sums` are zeroed on the way, unless
+    `wanted` holds 0.
+    """
 
     def __init__(self, call: GradCall, reduces: bool) -> None:
         q, out, grad_out = call.q, _loadable(call.out), _grad_out(call)
         total, heads, dim = out.shape
         hopper = _hopper_backward(call, grad_out)
-        if hopper is None:
-            rows, self.reduces = _queries_blocks(call).queries, False
-        else:
-            rows, _ = hopper.tile_rows(q.shape[2], dim)
-            self.reduces = reduces and _is_long(call) and call.scale > 0 and hopper.reduces(q.shape[2], dim)
+        rows = _queries_blocks(call).queries if hopper is None else hopper.tile_rows(q.shape[2], dim)[0]
         self._tiles = _query_tiles(call, rows)
         grad_lse_strides = (0, 0) if call.grad_lse is None else call.grad_lse.stride()
         unit, *strides = _strides(out, grad_out)
@@ -184,25 +203,29 @@ class _AttentionUpstream:
             delta_kernel,
             (_programs(self._tiles, heads, 8, q.get_device()), 1, 1),
             (*strides, *grad_lse_strides, total, heads),
-            (dim, width, q.shape[2] if self.reduces else 0, unit, 32),
+            (dim, width, q.shape[2] if reduces else 0, unit, 32),
         )
         self._dsink = Launch(sink_grad_kernel, (heads, 1, 1), (total,), (1024,), 8)
         delta, sums = meta(heads, total, dtype=torch.float32), meta(*q.shape, dtype=torch.float32)
-        self._blank = Blank(delta, sums) if self.reduces else Blank(delta)
+        self._blank = Blank(delta, sums) if reduces else Blank(delta)
 
-    def __call__(self, call: GradCall, dsink: Tensor) -> Upstream:
+    def __call__(self, call: GradCall, dsink: Tensor, wanted: Tensor | None) -> Upstream:
         lse, grad_out = call.lse.contiguous(), _grad_out(call)
         queries, keys = _sides(call)
         tiles = self._tiles(*queries, *keys)
         delta, *more = self._blank(lse.device)
         sums = more[0] if more else None
-        self._delta(_loadable(call.out), grad_out, lse, call.grad_lse, delta, sums, *tiles)
+        self._delta(_loadable(call.out), grad_out, lse, call.grad_lse, delta, sums, wanted, *tiles)
         if call.sink is not None:
             self._dsink(call.sink.contiguous(), lse, delta, dsink)
         return Upstream(grad_out, lse, delta, sums, tiles)
 
 
-_upstreams = Plans(lambda call, dsink, reduces: _AttentionUpstream(call, reduces))
+def _upstream(call: GradCall, dsink: Tensor, reduces: bool) -> _AttentionUpstream:
+    return _AttentionUpstream(call, reduces and _may_reduce(call, _grad_out(call)) and _lengths(call) == ("long",))
+
+
+_upstreams = Plans(_upstream)
 
 
 def attention_grad_queries(
@@ -216,12 +239,12 @@ def attention_grad_queries(
 class _GradQueries:
     """`attention_grad_queries` of one kind."""
 
-    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool) -> None:
+    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool, lengths: str = "any") -> None:
         q, k, v = _operands(call)
         owned = "met" if adds else "all"
         hopper = _hopper_backward(call, grad_out)
         if hopper is not None:
-            self._tiles = _query_tiles(call, hopper.tile_rows(q.shape[2], v.shape[2])[0], owned)
+            self._tiles = _query_tiles(call, hopper.tile_rows(q.shape[2], v.shape[2])[0], owned, lengths)
             self._kernel: Any = hopper.Queries(q, k, v, grad_out, *_window(call), call.scale, adds)
             return
         blocks = _queries_blocks(call)
@@ -251,18 +274,18 @@ _queries_grads = Plans(lambda call, upstream, dq, adds: _GradQueries(call, upstr
 def attention_grad_keys(call: GradCall, upstream: Upstream, dk: Tensor, dv: Tensor, adds: bool) -> None:
     """dk and dv, contiguous, over the call's queries, and a share of `upstream.sums` if there are these. `adds`: as above."""
     _, grad = _keys_grads(call, upstream, dk, dv, adds)
-    grad(call, _operands(call), upstream, dk, dv)
+    grad(_operands(call), upstream, dk, dv, grad.tiles(call))
 
 
 class _GradKeys:
     """`attention_grad_keys` of one kind."""
 
-    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool, reduces: bool) -> None:
+    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool, reduces: bool, lengths: str = "any") -> None:
         q, k, v = _operands(call)
         owned = "met" if adds else "all"
         hopper = _hopper_backward(call, grad_out)
         if hopper is not None:
-            self._tiles = _key_tiles(call, hopper.tile_rows(q.shape[2], v.shape[2])[1], owned)
+            self._tiles = _key_tiles(call, hopper.tile_rows(q.shape[2], v.shape[2])[1], owned, lengths)
             self._kernel: Any = hopper.Keys(q, k, v, grad_out, *_window(call), call.scale, adds, reduces)
             return
         blocks = _keys_blocks(call)
@@ -281,10 +304,12 @@ class _GradKeys:
             q.get_device(),
         )
 
-    def __call__(self, call: GradCall, operands: Operands, upstream: Upstream, dk: Tensor, dv: Tensor) -> None:
-        grad_out, lse, delta, sums, _ = upstream
+    def tiles(self, call: GradCall) -> tuple[Tensor, Tensor]:
         queries, keys = _sides(call)
-        tiles = self._tiles(*keys, *queries)
+        return self._tiles(*keys, *queries)
+
+    def __call__(self, operands: Operands, upstream: Upstream, dk: Tensor, dv: Tensor, tiles: tuple[Tensor, Tensor]) -> None:
+        grad_out, lse, delta, sums, _ = upstream
         self._kernel(*operands, grad_out, lse, delta, dk, dv, *tiles, *(() if sums is None else (sums,)))
 
 
@@ -294,7 +319,7 @@ _keys_grads = Plans(lambda call, upstream, dk, dv, adds: _GradKeys(call, upstrea
 def rounded(sums: Tensor, grad: Tensor, scale: float = 1.0) -> None:
     """grad = scale sums, fp32; both contiguous."""
     _, launch = _roundings(sums, grad, scale)
-    launch(sums, grad)
+    launch(sums, grad, None)
 
 
 def _rounding(grad: Tensor, scale: float) -> Launch:
@@ -326,11 +351,20 @@ def is_hopper(device_index: int) -> bool:
     return device_index >= 0 and torch.cuda.get_device_capability(device_index) == (9, 0)
 
 
-def _is_long(call: GradCall) -> bool:
-    """Whether a query sees many keys, as far as shapes and the window tell."""
+def _lengths(call: Call | GradCall) -> tuple[str, ...]:
+    """What sequences may be on the average, "short", "long", or both: offsets that end in empty sequences hide it from the host."""
+    rows, sequences = call.k.shape[0], call.cu_seqlens_q.shape[0] - 1
+    if rows >= SHORT * sequences:
+        return ("long",)
+    return ("short",) if rows < _UNSURE else ("short", "long")
+
+
+def _may_reduce(call: GradCall, grad_out: Tensor) -> bool:
+    """Whether adding up dq in memory beats a second kernel for long sequences. Under a window a query sees too few keys."""
     left, right = _window(call)
-    windowed = left >= 0 and right >= 0 and left + right < _LONG
-    return not windowed and call.k.shape[0] >= _LONG * (call.cu_seqlens_q.shape[0] - 1)
+    windowed = left >= 0 and right >= 0 and left + right < SHORT
+    hopper = _hopper_backward(call, grad_out)
+    return hopper is not None and not windowed and call.scale > 0 and hopper.reduces(call.q.shape[2], call.v.shape[2])
 
 
 def _persistent(
@@ -369,16 +403,17 @@ def _sides(call: Call | GradCall) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, 
     return queries, queries if cu is None else (cu, cu if padded is None else padded)
 
 
-def _query_tiles(call: Call | GradCall, block: int, owned: str = "all") -> TileTable:
+def _query_tiles(call: Call | GradCall, block: int, owned: str = "all", lengths: str = "any") -> TileTable:
     shared, sequences = call.cu_seqlens_kv is None, call.cu_seqlens_q.shape[0] - 1
-    return TileTable(call.q.shape[0], call.k.shape[0], sequences, shared, call.bottom_right, block, owned)
+    return TileTable(call.q.shape[0], call.k.shape[0], sequences, shared, call.bottom_right, block, owned, lengths=lengths)
 
 
-def _key_tiles(call: Call | GradCall, block: int, owned: str = "all") -> TileTable:
+def _key_tiles(call: Call | GradCall, block: int, owned: str = "all", lengths: str = "any") -> TileTable:
     shared, sequences = call.cu_seqlens_kv is None, call.cu_seqlens_q.shape[0] - 1
     rows, heads, _ = call.k.shape
     uneven = call.causal and rows * heads < _FEW * block * multiprocessors(call.q.get_device())
-    return TileTable(rows, call.q.shape[0], sequences, shared, call.bottom_right and not shared, block, owned, uneven)
+    bottom_right = call.bottom_right and not shared
+    return TileTable(rows, call.q.shape[0], sequences, shared, bottom_right, block, owned, uneven, lengths)
 
 
 def _window(call: Call | GradCall) -> tuple[int, int]:

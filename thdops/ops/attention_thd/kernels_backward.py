@@ -43,6 +43,7 @@ def delta_kernel(
     grad_lse,
     delta,
     sums,  # fp32 [T, H, ZEROED], to be zeroed; None
+    wanted,  # a number that is 0 where they need not be; None
     tiles,  # of queries
     counts,
     out_row,
@@ -65,6 +66,9 @@ def delta_kernel(
     grad_row = grad_row * UNIT
     grad_head = grad_head * UNIT
     columns = tl.arange(0, WIDTH)
+    zeroed = 1  # of the rows, all or none
+    if wanted is not None:
+        zeroed = (tl.load(wanted) > 0).to(tl.int32)
     for item in range(tl.program_id(0), tl.load(counts) * heads, tl.num_programs(0)):
         first, owned, valid, _, _, _ = read_tile(tiles, item // heads)
         head = (item % heads).to(tl.int64)
@@ -82,7 +86,7 @@ def delta_kernel(
             tl.store(delta + at, products, mask=row < owned)
             if sums is not None:
                 here = sums + (rows * heads + head) * ZEROED + tl.arange(0, ZEROED)[None, :]
-                tl.store(here, tl.zeros([ROWS, ZEROED], tl.float32), mask=(row < owned)[:, None])
+                tl.store(here, tl.zeros([ROWS, ZEROED], tl.float32), mask=(row < owned * zeroed)[:, None])
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -382,11 +386,13 @@ def _add_keys(
 
 
 @triton.jit(do_not_specialize=["chunks"])
-def convert_kernel(sums, grad, chunks, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """grad = scale sums, of grad's dtype; what nobody added to, padding rows too, is zero already.
+def convert_kernel(sums, grad, wanted, chunks, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """grad = scale sums, of grad's dtype; what nobody added to, padding rows too, is zero already. `wanted`: nothing if it holds 0.
 
     [chunks, CHUNK] elements: a mask whose end is known to be a multiple of CHUNK leaves loads and stores wide.
     """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    if wanted is not None:
+        chunks = tl.where(tl.load(wanted) > 0, chunks, 0)
     inside = at < chunks.to(tl.int64) * CHUNK
     tl.store(grad + at, tl.load(sums + at, mask=inside, other=0.0) * scale, mask=inside)

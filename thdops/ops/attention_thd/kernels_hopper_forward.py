@@ -1,8 +1,8 @@
 """The forward kernel of attention for Hopper, in Gluon: one warp loads (TMA), warpgroups compute (wgmma).
 
-Tq, Tk rows, Hq, Hkv heads, G = Hq / Hkv, D head dims (D_QK, D_V). A tile is BLOCK_M = GROUPS * ROWS rows of queries of one head,
-ROWS for each warpgroup; a block is BLOCK_N keys. The head dim of Q and K is cut into CHUNKS of CHUNK columns. `tiles` and `counts`
-are described in `kernels_tiles.py`.
+Tq, Tk rows, Hq, Hkv heads, G = Hq / Hkv, D head dims (D_QK, D_V). A tile is GROUPS * ROWS rows of queries of one head, ROWS for
+each warpgroup; a block is BLOCK_N keys. The head dim of Q and K is cut into CHUNKS of CHUNK columns. `tiles` and `counts` are
+described in `kernels_tiles.py`.
 
 A CTA takes tiles until none is left. The loading warp runs ahead through rings of shared memory (`kernels_hopper_rings.py`); what a
 tile's rows see (`kernels_hopper_view.py`) says which blocks it loads. Each computing warpgroup attends to these on its own
@@ -15,6 +15,8 @@ tile's rows see (`kernels_hopper_view.py`) says which blocks it loads. Each comp
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,7 +26,8 @@ from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, LN2, LOG2E, 
 from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, store_fp32, store_out
 from thdops.ops.attention_thd.kernels_hopper_rings import FIELDS, load_boxes, make_ring, publish, receive, skip
 from thdops.ops.attention_thd.kernels_hopper_softmax import attend, finish
-from thdops.ops.attention_thd.kernels_hopper_view import CHUNK, GROUPS, ROWS, Plan, View
+from thdops.ops.attention_thd.kernels_hopper_view import CHUNK, ROWS, Plan, View
+from thdops.ops.attention_thd.kernels_tiles import SHORT
 from thdops.ops.launch import Launch, multiprocessors
 
 # --- the warp that loads ---------------------------------------------------------------------------------------------------------
@@ -52,7 +55,7 @@ def produce(q, k, v, q_ring, k_ring, v_ring, fields, tiles, counts, heads, group
         q_ring.wait_empty(n)
         publish(fields, n, q_ring.STAGES, (row, rows, valid, others, position, head, begin, end))
         if end > begin:
-            load_boxes(q, q_ring, n, row, head * q_head, GROUPS, plan.CHUNKS)
+            load_boxes(q, q_ring, n, row, head * q_head, plan.GROUPS, plan.CHUNKS)
         else:
             mbarrier.arrive(q_ring.full.index(n % q_ring.STAGES), count=1)
         n += 1
@@ -80,7 +83,7 @@ def consume(args, plan, GROUP: gl.constexpr):
     it = 0
     row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
     while row >= 0:
-        q_first = (n % q_ring.STAGES * GROUPS + GROUP) * plan.CHUNKS
+        q_first = (n % q_ring.STAGES * plan.GROUPS + GROUP) * plan.CHUNKS
         first = position + GROUP * ROWS
         view = View(others, first, gl.minimum(first + ROWS, position + valid) - 1, left, right, plan)
         own_begin, own_end = view.blocks()
@@ -134,18 +137,18 @@ def consume(args, plan, GROUP: gl.constexpr):
 def attention_forward(
     q, k, v, tiles, counts, found, unit, out, lse, sink, heads, group, q_head, k_head, v_head, out_row, out_head, lse_head,
     left, right, scale, softcap,
-    D_QK: gl.constexpr, D_V: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr, STAGES: gl.constexpr,
-    HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTMAX: gl.constexpr, SOFTCAP: gl.constexpr,
+    GROUPS: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTMAX: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
     """Every tile of every head, heaviest first within a sequence, taken in turn by persistent CTAs.
 
     q, k, v are descriptors of [ROWS, CHUNK], [BLOCK_N, CHUNK] and [BLOCK_N, D_V] boxes; `q_head`, `k_head`, `v_head` columns lead
     from one head to the next. Keys d - left..d + right are seen from diagonal d. `scale` makes base-2 logits.
     """
-    plan = Plan(D_V, BLOCK_N, D_QK // CHUNK, HAS_LEFT, HAS_RIGHT, SOFTMAX, SOFTCAP)
-    q_ring = make_ring(q, GROUPS * D_QK // CHUNK, Q_STAGES)
-    k_ring = make_ring(k, D_QK // CHUNK, STAGES)
-    v_ring = make_ring(v, 1, STAGES)
+    plan = Plan(GROUPS, D_V, BLOCK_N, D_QK // CHUNK, HAS_LEFT, HAS_RIGHT, SOFTMAX, SOFTCAP)
+    q_ring = make_ring(q, GROUPS * D_QK // CHUNK, Q_STAGES, GROUPS)
+    k_ring = make_ring(k, D_QK // CHUNK, STAGES, GROUPS)
+    v_ring = make_ring(v, 1, STAGES, GROUPS)
     fields = gl.allocate_shared_memory(gl.int32, [Q_STAGES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()  # barriers must be seen by TMA
     before = () if found is None else (found,)
@@ -156,25 +159,46 @@ def attention_forward(
         q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, heads_out, left, right,
         scale.to(gl.float32), softcap.to(gl.float32),
     )  # fmt: skip
-    # 2 * 240 + 24 registers a thread are what 384 threads have.
-    gl.warp_specialize([(consume, (args, plan, 0)), (consume, (args, plan, 1)), (produce, load)], [4, 1], [240, 24])
+    if GROUPS == 1:
+        gl.warp_specialize([(consume, (args, plan, 0)), (produce, load)], [1], [24])
+    else:  # 2 * 240 + 24 registers a thread are what 384 threads have
+        gl.warp_specialize([(consume, (args, plan, 0)), (consume, (args, plan, 1)), (produce, load)], [4, 1], [240, 24])
 
 
 # --- launching -------------------------------------------------------------------------------------------------------------------
 
-BLOCK_M = 128  # rows of a tile, for whoever makes `tiles`
 _LOG2E = LOG2E.value
 
-# (D_QK, D_V): (BLOCK_N, Q_STAGES, STAGES) for long and for short rows of logits; as many stages as shared memory holds. Measured on
-# an H200, causal bf16, TFLOP/s of blocks of 64 and of 128: D 128, 8 x 4096: 515 and 647; 128 x 256: 207 and 185; lengths of 600 in
-# the mean: 397 and 399; D 64, window of 128: 103 and 74; (192, 128), 8 x 4096: 584 and 650.
+
+class Shape(NamedTuple):
+    """Warpgroups that compute (a third one leaves each too few registers), keys of a block, stages of Q and of K and V; grids on a
+    multiprocessor and, where there are several, the registers of their threads.
+    """
+
+    groups: int
+    keys: int
+    q_stages: int
+    stages: int
+    grids: int = 1
+    registers: int | None = None
+
+    @property
+    def rows(self) -> int:
+        """Of a tile."""
+        return self.groups * ROWS.value
+
+
+# (D_QK, D_V): for long and for short rows of logits. A program's first product, its last one and its stores are hidden by nothing
+# but other programs: with short rows several small ones beat a large one. Measured on an H200, causal bf16, us, two warpgroups with
+# 128 or 64 keys against one: D 128, 128 x 256: 285, 271; lengths of 600 in the mean: 792, 709; 32 x 1024: 594, 626; 8 x 4096: 1838,
+# 2257. D 64, 128 x 256: 132, with two grids 110 and with three 92; 8 x 4096: 672, 745, 646; with a window of 128 527, 482, 400.
+# 192/128, 128 x 256: 203, 192; 8 x 4096: 1063, 1259.
 _SHAPES = {
-    (64, 64): ((128, 2, 4), (64, 2, 6)),
-    (128, 128): ((128, 2, 2), (64, 2, 4)),
-    (192, 128): ((128, 1, 2), (64, 1, 4)),
-    (256, 256): ((64, 1, 2), (64, 1, 2)),
+    (64, 64): (Shape(1, 64, 2, 3, 3, 80),) * 2,
+    (128, 128): (Shape(2, 128, 2, 2), Shape(1, 64, 2, 2, 2, 128)),
+    (192, 128): (Shape(2, 128, 1, 2), Shape(1, 64, 1, 2, 2, 128)),
+    (256, 256): (Shape(2, 64, 1, 2),) * 2,
 }
-_SHORT = 512  # keys: below, blocks of 64 win more at their ends than they lose to blocks of 128
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
@@ -185,6 +209,12 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
     return (q.shape[2], v.shape[2]) in _SHAPES and q.dtype in ELEMENT and scale > 0.0 and all(map(addressable, (q, k, v)))
 
 
+def shape_of(q: Tensor, v: Tensor, left: int, right: int, short: bool) -> Shape:
+    """For tensors that `serves` takes: `short` sequences, or rows that see about as few keys through a window."""
+    windowed = left >= 0 and right >= 0 and left + right < SHORT // 2  # what a causal row of such sequences sees in the mean
+    return _SHAPES[q.shape[2], v.shape[2]][short or windowed]
+
+
 class Forward:
     """Attention of q [Tq, Hq, D_QK] with k [Tk, Hkv, D_QK] and v [Tk, Hkv, D_V]: out [Tq, Hq, D_V] and lse float32 [Hq, Tq].
 
@@ -192,26 +222,25 @@ class Forward:
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sequences: int,
+        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape,
         left: int, right: int, scale: float, softcap: float, softmax: str,
     ) -> None:  # fmt: skip
         """
         Args:
-            sequences: how many there are; only their mean length is looked at, to choose the blocks.
+            shape: one of `shape_of`.
             left, right: keys on each side of the diagonal that a row sees, -1 unbounded; causal is right = 0.
             softcap: 0.0 is none.
             softmax: "vanilla", "off_by_one" or "sink".
         """
-        windowed = left >= 0 and right >= 0 and left + right < _SHORT
-        block_n, q_stages, stages = _SHAPES[q.shape[2], v.shape[2]][windowed or k.shape[0] < _SHORT * sequences]
-        self._boxes = (box_of(q, ROWS.value, CHUNK.value), box_of(k, block_n, CHUNK.value), box_of(v, block_n, v.shape[2]))
+        self._boxes = (box_of(q, ROWS.value, CHUNK.value), box_of(k, shape.keys, CHUNK.value), box_of(v, shape.keys, v.shape[2]))
         heads = (q.shape[1], q.shape[1] // k.shape[1])
         strides = (q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), lse.stride(0))
         self._launch = Launch(
             attention_forward,
-            (multiprocessors(q.get_device()), 1, 1),
+            (multiprocessors(q.get_device()) * shape.grids, 1, 1),
             (*heads, *strides, left, right, scale * _LOG2E, softcap),
-            (q.shape[2], v.shape[2], block_n, q_stages, stages, left >= 0, right >= 0, softmax, softcap > 0.0),
+            (shape.groups, q.shape[2], v.shape[2], *shape[1:4], left >= 0, right >= 0, softmax, softcap > 0.0),
+            registers=shape.registers,
         )
 
     def __call__(
@@ -226,7 +255,7 @@ class Forward:
                 "vanilla". If `out` is fp32, too, it is `found` itself, and rows of tiles are all valid. `unit` alone: to be
                 written with an fp32 `out`.
             out: contiguous, of q's dtype or fp32. `lse` is in natural log, its rows side by side.
-            tiles, counts: of blocks of BLOCK_M queries, int32; counts[1] is 0 and counts up. Every row of `out` and `lse` is
+            tiles, counts: of blocks of the shape's rows, int32; counts[1] is 0 and counts up. Every row of `out` and `lse` is
                 written, padding rows with +0.0 and -inf.
         """
         q_box, k_box, v_box = self._boxes

@@ -11,7 +11,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from thdops.ops.attention_thd.kernels_hopper_names import aggregate, async_load, barrier
-from thdops.ops.attention_thd.kernels_hopper_view import GROUPS
 
 FIELDS = gl.constexpr(8)  # integers that the loading warp hands on with a tile
 
@@ -46,8 +45,8 @@ class Ring:
 
 
 @gluon.jit
-def make_ring(desc, BUFFERS: gl.constexpr, STAGES: gl.constexpr):
-    """A ring of STAGES times BUFFERS boxes of `desc`."""
+def make_ring(desc, BUFFERS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+    """A ring of STAGES times BUFFERS boxes of `desc`, for GROUPS warpgroups."""
     buffers = gl.allocate_shared_memory(desc.dtype, [STAGES * BUFFERS, desc.block_shape[0], desc.block_shape[1]], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

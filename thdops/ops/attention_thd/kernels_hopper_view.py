@@ -12,7 +12,6 @@ from triton.experimental.gluon import language as gl
 from thdops.ops.attention_thd.kernels_hopper_names import aggregate
 
 ROWS = gl.constexpr(64)  # of a warpgroup: the M of wgmma
-GROUPS = gl.constexpr(2)  # warpgroups that compute; a third one leaves each too few registers, and gains nothing
 CHUNK = gl.constexpr(64)  # columns of a box of Q or K: 128 bytes, the widest swizzle
 
 
@@ -20,6 +19,7 @@ CHUNK = gl.constexpr(64)  # columns of a box of Q or K: 128 bytes, the widest sw
 class Plan:
     """What is known when the kernel is compiled."""
 
+    GROUPS: gl.constexpr
     D_V: gl.constexpr
     BLOCK_N: gl.constexpr
     CHUNKS: gl.constexpr
@@ -29,7 +29,8 @@ class Plan:
     SOFTCAP: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, D_V, BLOCK_N, CHUNKS, HAS_LEFT, HAS_RIGHT, SOFTMAX, SOFTCAP) -> None:
+    def __init__(self, GROUPS, D_V, BLOCK_N, CHUNKS, HAS_LEFT, HAS_RIGHT, SOFTMAX, SOFTCAP) -> None:
+        self.GROUPS = gl.constexpr(GROUPS)
         self.D_V = gl.constexpr(D_V)
         self.BLOCK_N = gl.constexpr(BLOCK_N)
         self.CHUNKS = gl.constexpr(CHUNKS)

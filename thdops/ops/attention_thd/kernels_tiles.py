@@ -13,7 +13,8 @@ A tile is 8 integers:
     4 others     valid rows of its sequence in y
     5 position   where its first row stands among y's rows: row r sees j with position + r - left <= j <= position + r + right
 A table may be of fewer rows of x: of valid ones alone, or of valid ones of sequences that have valid rows in y too. Then a kernel
-leaves all other rows as they are.
+leaves all other rows as they are. And it may be for batches of short sequences or of long ones, and be empty for the other kind: a
+call that has a kernel for each launches both, and no length has to be known on the host.
 Within a sequence tiles come last block first: under a causal mask those are the heavy ones, and light ones fill up the end. SPREAD:
 so they do across all sequences, where there are so few tiles that the last sequence's heavy ones would come too late. Otherwise one
 sequence after the other keeps what they read in the cache.
@@ -30,6 +31,7 @@ from torch import Tensor
 from thdops.ops.launch import Launch
 from thdops.ops.plans import Blank, meta
 
+SHORT = 1024  # rows that sequences with any have on the average, below which they are short; measured on an H200
 _TILES = 16  # of one program
 _FIELDS = 8
 
@@ -55,9 +57,11 @@ class TileTable:
         block: int,
         owned: str = "all",
         spread: bool = False,
+        lengths: str = "any",
     ) -> None:
         """`owned`: which rows of x have a tile, "all", "valid" or "met" (those that have valid rows in y). `spread`: the last
-        blocks of all sequences come first, not those of the first sequence.
+        blocks of all sequences come first, not those of the first sequence. `lengths`: of which batches it has tiles, "any",
+        "short" or "long"; either side's table tells them alike.
         """
         self.capacity = capacity(x_rows, sequences, block)
         self._blank = Blank(meta(self.capacity, _FIELDS, dtype=torch.int32), meta(2, dtype=torch.int32))
@@ -66,7 +70,7 @@ class TileTable:
             tile_table_kernel,
             (triton.cdiv(self.capacity, _TILES), 1, 1),
             (x_rows, y_rows, sequences, self.capacity),
-            (shared, bottom_right, owned, spread, block, _TILES, chunk),
+            (shared, bottom_right, owned, spread, lengths, SHORT, block, _TILES, chunk),
         )
 
     def __call__(self, cu_x: Tensor, padded_x: Tensor, cu_y: Tensor, padded_y: Tensor) -> tuple[Tensor, Tensor]:
@@ -100,6 +104,8 @@ def tile_table_kernel(
     BOTTOM_RIGHT: tl.constexpr,
     OWNED: tl.constexpr,
     SPREAD: tl.constexpr,
+    LENGTHS: tl.constexpr,
+    SHORT: tl.constexpr,
     BX: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -116,6 +122,8 @@ def tile_table_kernel(
     total = tl.zeros([1], tl.int32)
     reached_x = tl.zeros([1], tl.int32)  # the largest offset so far
     reached_y = tl.zeros([1], tl.int32)
+    rows = tl.zeros([1], tl.int64)  # valid ones, of both sides
+    some = tl.zeros([1], tl.int64)  # sequences that have any
     for first in range(0, sequences + 2, CHUNK):
         segment = first + tl.arange(0, CHUNK)
         starts, ends, valids, starts_y, valids_y, reached_x, reached_y = _both(
@@ -132,6 +140,9 @@ def tile_table_kernel(
         other_row += tl.sum(tl.where(own, starts_y[None, :], 0), 1)
         others += tl.sum(tl.where(own, valids_y[None, :], 0), 1)
         total = tl.maximum(total, tl.max(behind, 0))
+        if LENGTHS != "any":
+            rows += tl.sum(valids.to(tl.int64) + valids_y, 0)
+            some += tl.sum((valids > 0).to(tl.int64) + (valids_y > 0), 0)
 
     block = last - 1 - tile
     row = start + block * BX
@@ -163,6 +174,8 @@ def tile_table_kernel(
     tl.store(entry + 4, others, mask=kept)
     tl.store(entry + 5, position, mask=kept)
     two = tl.arange(0, 2)
+    if LENGTHS != "any":
+        total = tl.where((rows < SHORT * some) == (LENGTHS == "short"), total, 0)
     tl.store(counts + two, tl.where(two == 0, total, 0), mask=two >= tl.program_id(0) * 2)  # the first program's alone
 
 
