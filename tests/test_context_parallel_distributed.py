@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import resource
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -440,6 +441,7 @@ def raised(function: Callable[..., None], *args: Any) -> str:
 def run_gpu_rank_left_alone(rank: int, folder: str, size: int) -> None:
     """Rank 1 dies between two calls; rank 0 goes on."""
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"  # or the end waits for a report that nobody reads
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # or for a copy of all that is mapped, GPUs' memory too
     start_gpu_rank(rank, folder, size, "cuda", GPU_TIMEOUT)
     world = dist.group.WORLD
     assert world is not None
