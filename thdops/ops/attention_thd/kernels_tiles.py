@@ -31,7 +31,10 @@ from torch import Tensor
 from thdops.ops.launch import Launch
 from thdops.ops.plans import Blank, meta
 
-SHORT = 1024  # rows that sequences with any have on the average, below which they are short; measured on an H200
+SHORT = 1024  # rows of a sequence, below which all are short if they are of a length
+MIXED = (
+    2048  # rows that a row's own sequence has on the average (sum n^2 / sum n), below which a batch of any lengths is of short ones
+)
 _TILES = 16  # of one program
 _FIELDS = 8
 
@@ -70,7 +73,7 @@ class TileTable:
             tile_table_kernel,
             (triton.cdiv(self.capacity, _TILES), 1, 1),
             (x_rows, y_rows, sequences, self.capacity),
-            (shared, bottom_right, owned, spread, lengths, SHORT, block, _TILES, chunk),
+            (shared, bottom_right, owned, spread, lengths, MIXED, block, _TILES, chunk),
         )
 
     def __call__(self, cu_x: Tensor, padded_x: Tensor, cu_y: Tensor, padded_y: Tensor) -> tuple[Tensor, Tensor]:
@@ -105,7 +108,7 @@ def tile_table_kernel(
     OWNED: tl.constexpr,
     SPREAD: tl.constexpr,
     LENGTHS: tl.constexpr,
-    SHORT: tl.constexpr,
+    MIXED: tl.constexpr,
     BX: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -123,7 +126,7 @@ def tile_table_kernel(
     reached_x = tl.zeros([1], tl.int32)  # the largest offset so far
     reached_y = tl.zeros([1], tl.int32)
     rows = tl.zeros([1], tl.int64)  # valid ones, of both sides
-    some = tl.zeros([1], tl.int64)  # sequences that have any
+    squares = tl.zeros([1], tl.int64)  # of their number in each sequence
     for first in range(0, sequences + 2, CHUNK):
         segment = first + tl.arange(0, CHUNK)
         starts, ends, valids, starts_y, valids_y, reached_x, reached_y = _both(
@@ -142,7 +145,7 @@ def tile_table_kernel(
         total = tl.maximum(total, tl.max(behind, 0))
         if LENGTHS != "any":
             rows += tl.sum(valids.to(tl.int64) + valids_y, 0)
-            some += tl.sum((valids > 0).to(tl.int64) + (valids_y > 0), 0)
+            squares += tl.sum(valids.to(tl.int64) * valids + valids_y.to(tl.int64) * valids_y, 0)
 
     block = last - 1 - tile
     row = start + block * BX
@@ -175,7 +178,7 @@ def tile_table_kernel(
     tl.store(entry + 5, position, mask=kept)
     two = tl.arange(0, 2)
     if LENGTHS != "any":
-        total = tl.where((rows < SHORT * some) == (LENGTHS == "short"), total, 0)
+        total = tl.where((squares < MIXED * rows) == (LENGTHS == "short"), total, 0)
     tl.store(counts + two, tl.where(two == 0, total, 0), mask=two >= tl.program_id(0) * 2)  # the first program's alone
 
 
