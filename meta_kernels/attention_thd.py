@@ -263,6 +263,7 @@ HINTED = ("fa4", "cudnn", "torch")
 """Backends that size their work by max_seqlen_q and max_seqlen_kv. The others never see them: a compiler would guard on values."""
 
 _FEW_SEQUENCES = 16
+_NARROWEST_OF_FA4 = 64
 _WORKSPACE = 2**34  # bytes that a backend may ask for beyond its results
 
 
@@ -349,6 +350,8 @@ def _unserved_by_fa4(call: Call | GradCall) -> str:
         return "needs a GPU of compute capability 9 or 10"
     if major == 10 and not _narrow(call):
         return "serves head dims up to 128, or 192 for keys and 128 for values, on this GPU"
+    if min(call.q.shape[2], call.v.shape[2]) < _NARROWEST_OF_FA4:
+        return f"is wrong with head dims below {_NARROWEST_OF_FA4} (seen in 4.0.0b36 on an H200)"
     if call.scale <= 0:
         return "needs a scale above 0"
     return _aligned_left(call)

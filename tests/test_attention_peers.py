@@ -389,6 +389,8 @@ _CU = torch.zeros(5, dtype=torch.int32)
         ("fa4", {"dtype": torch.float32}, "serves bfloat16 and float16 only"),
         ("fa4", {"return_max_logit": True}, "cannot return max_logit"),
         ("fa4", {"scale": 0.0}, "needs a scale above 0"),
+        ("fa4", {"dims": (56, 64)}, "is wrong with head dims below 64"),
+        ("fa4", {"dims": (128, 32)}, "is wrong with head dims below 64"),
         ("cudnn", {}, ""),
         ("cudnn", {"cu_seqlens_kv": _CU, "dims": (192, 128)}, ""),
         ("cudnn", {"softmax": "learnable"}, "has no gradient of a sink"),
@@ -538,6 +540,8 @@ def test_shapes_are_what_their_names_say() -> None:
 def test_values_and_gradients_with_poisoned_padding(case: Case, name: str) -> None:
     if not contract.installed(contract.PEERS[name]):
         pytest.skip(f"{name} is not installed")
+    if name == "fa4":  # which refuses narrower heads
+        case = case._replace(dims=(64, 64) if case.dims[0] == case.dims[1] else (192, 128))
     check(case, "cuda", backend=name)
 
 
