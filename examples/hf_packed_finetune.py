@@ -173,7 +173,7 @@ def _distance(ours: Tensor, theirs: Tensor) -> float:
     return float((ours - theirs).detach().norm() / theirs.detach().norm().clamp(min=1e-30))
 
 
-JOB = Job(PackedQwen, check_library, _CPU_SIZES, context_parallel=False)
+JOB = Job(PackedQwen, check_library, _CPU_SIZES, context_parallel=False, folder="runs/hf")
 
 if __name__ == "__main__":
     if not find_spec("transformers"):

@@ -37,11 +37,13 @@ from packed_moe.modes import MODES, missing_for
 _SIZES = tuple(size for size in CPU_SIZES if size not in ("lr", "autocast"))
 
 
-def _parser(description: str, context_parallel: bool) -> argparse.ArgumentParser:
+def _parser(description: str, job: Job) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     parser.add_argument("--mode", choices=(*MODES, "all"), default="all", help="default: all that this machine can run")
     parser.add_argument("--data", metavar="DIR", help="a folder of text (default: the Python standard library's sources)")
-    parser.add_argument("--out", metavar="DIR", type=Path, default=Path("runs"), help="where results go (default: runs/)")
+    parser.add_argument(
+        "--out", metavar="DIR", type=Path, default=Path(job.folder), help=f"where results go (default: {job.folder}/)"
+    )
     parser.add_argument("--resume", action="store_true", help="go on from the checkpoints in --out")
     parser.add_argument("--checkpoint-every", metavar="N", type=int, default=0, help="save every N steps (always at the end)")
     parser.add_argument("--check-every", metavar="N", type=int, default=0, help="check padding every N steps (always at the end)")
@@ -50,7 +52,7 @@ def _parser(description: str, context_parallel: bool) -> argparse.ArgumentParser
     for size in _SIZES:
         parser.add_argument(f"--{size.replace('_', '-')}", metavar="N", type=int, help="default: by device")
     parser.add_argument("--lr", type=float, help="peak learning rate (default: by device)")
-    if context_parallel:
+    if job.context_parallel:
         parser.add_argument("--cp", metavar="W", type=int, help="ranks that share out rows, started by torchrun (default: 1)")
         parser.add_argument("--cp-comm", choices=parallel.COMMS, help="how attention's rows meet (default: p2p, a ring)")
     parser.set_defaults(cp=1, cp_comm="p2p")
@@ -60,7 +62,7 @@ def _parser(description: str, context_parallel: bool) -> argparse.ArgumentParser
 def main(argv: Sequence[str] | None = None, job: Job | None = None, description: str = __doc__ or "") -> int:
     """Run the example, or another job in its place; the exit code is described above."""
     job = job or Job()
-    options = _parser(description, job.context_parallel).parse_args(argv)
+    options = _parser(description, job).parse_args(argv)
     try:
         with parallel.joined(options.cp, options.device):
             return _run(options, job)

@@ -262,6 +262,11 @@ def test_a_picture_of_peers(tmp_path: Path) -> None:
     assert all(f"({speedup:.2f}x)" in texts for speedup in times)
 
 
+def test_a_name_that_no_bench_has_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert _run("double", "--cpu", "--match", "treble") == 2
+    assert "no bench of these ops has 'treble' in its name" in capsys.readouterr().err
+
+
 def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What was measured is in the JSON all the same."""
     pytest.importorskip("matplotlib", reason="the plot extra is not installed")

@@ -343,7 +343,7 @@ def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [row[0] for row in table[2:]] == [f"{share:.1%}" for share in graph_buckets.SHARES]
     ratios = [buckets / exact for buckets, exact in zip(found["ms"]["4 buckets"], found["ms"]["exact"], strict=True)]
     assert [row[-1] for row in table[2:]] == [f"{ratio:.2f}" for ratio in ratios]
-    assert f"4 buckets take at most {max(ratios):.2f} times as long as the exact size; the aim is 1.1" in out
+    assert f"4 buckets take at most {max(ratios):.2f} times as long as the exact size; on a CPU, which captures nothing," in out
     if importlib.util.find_spec("matplotlib"):
         texts = re.findall("<!-- (.*?) -->", picture.read_text())
         assert {"eager, exact size", "one graph, pool of 0.00 GiB", "4 buckets, pool of 0.00 GiB"} <= set(texts)

@@ -452,6 +452,9 @@ def _finished(args: argparse.Namespace, facts: Mapping[str, str], roofline: Roof
         except (OSError, ValueError) as error:  # ValueError: no picture has that suffix
             print(f"bench: --plot {args.plot} cannot be written: {error}", file=sys.stderr)
             return 2
+    if not rows:
+        print(f"no bench of these ops has {args.match!r} in its name; without --match the names are shown", file=sys.stderr)
+        return 2
     failed = sum(row.failed for row in rows)
     if failed:
         print(f"\n{failed} of {len(rows)} rows wrong or failed", file=sys.stderr)

@@ -66,13 +66,14 @@ class Result:
 
 
 class Job(NamedTuple):
-    """What is trained: a model, the checks that it adds (from a trainer, the mode and when), its own default sizes on a CPU, and
-    whether it can share out rows among ranks."""
+    """What is trained: a model, the checks that it adds (from a trainer, the mode and when), its own default sizes on a CPU,
+    whether it can share out rows among ranks, and where its results go if nobody says."""
 
     build: Callable[[Config], nn.Module] = PackedMoE
     checks: Callable[[Trainer, str, str], list[Check]] = lambda trainer, mode, when: []
     cpu_sizes: Mapping[str, int | float] = MappingProxyType({})
     context_parallel: bool = True
+    folder: str = "runs"
 
 
 def run_mode(
