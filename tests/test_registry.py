@@ -293,3 +293,23 @@ def test_gradients_reach_the_tensors_of_a_list() -> None:
     x, y = (torch.ones(3, requires_grad=True) for _ in range(2))
     grads = torch.autograd.grad(op([x, y], torch.zeros(1)).sum(), (x, y))
     assert [grad.tolist() for grad in grads] == [[1.0] * 3, [2.0] * 3]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.inputs = len(inputs)
+
+
+def _as_needed(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+    assert len(ctx.needs_input_grad) == ctx.inputs
+    return tuple(grads[0] if needed else None for needed in ctx.needs_input_grad)
+
+
+def test_a_formula_is_asked_for_as_many_gradients_as_the_op_has_arguments() -> None:
+    """Whatever else is handed on with them; and again when the graph is walked again."""
+    op = register(replace(GOOD, name="asks", setup_context=_remember, backward=_as_needed), Registry("thdops_asks"))
+    x = torch.zeros(2, 3, requires_grad=True)
+    y, _ = op(x, torch.tensor([0, 2], dtype=torch.int32))
+    for _ in range(2):
+        y.backward(torch.ones(2, 3), retain_graph=True)
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((2, 3), 2.0))

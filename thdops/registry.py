@@ -439,7 +439,12 @@ def _differentiable(spec: OpSpec, op: torch._ops.OpOverload) -> Any:
         return result
 
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        found = formula(ctx, *grads)
+        needed = ctx.needs_input_grad
+        ctx.needs_input_grad = needed[:-1]  # as many as the op has arguments
+        try:
+            found = formula(ctx, *grads)
+        finally:
+            ctx.needs_input_grad = needed
         return (*found, None) if isinstance(found, tuple) else (found, None)
 
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
