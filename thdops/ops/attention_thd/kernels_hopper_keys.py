@@ -123,10 +123,12 @@ def _add_dq(dq, valid, dq_desc, dq_s, row, column):
 
 @gluon.jit
 def _keys_block(
-    part: gl.constexpr, dk, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, start,
+    part: gl.constexpr, dk, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, taken, start,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr, REDUCE: gl.constexpr,
 ):  # fmt: skip
-    """Take block n of queries, from row i on, into dK and dV."""
+    """Take block n of queries, from row i on, into dK and dV. Shares of dQ take turns by how many were `taken`: of blocks that this
+    consumer does not see there are none.
+    """
     q, k, v, do = operands
     lse_s, delta_s = terms
     left, right = window
@@ -171,7 +173,7 @@ def _keys_block(
         dq = _dq_share(ds_s, k[0].index(part))
         dk = dot(ds, q, slot, dk)
         dq = warpgroup_mma_wait(len(k), deps=(dq,))
-        _add_dq(dq, others - i, dq_desc, dq_s.index(n % dq_s.shape[0]), dq_at[0], dq_at[1])
+        _add_dq(dq, others - i, dq_desc, dq_s.index(taken % dq_s.shape[0]), dq_at[0], dq_at[1])
     else:
         dk = dot(ds, q, slot, dk)
     dv = wait(dv, len(k))
@@ -200,6 +202,7 @@ def _keys_consumer(
     entries = gl.load(counts)
     turn = 0
     n = 0
+    taken = 0
     loaded = 0
     cleared = 0
     item = take(work, turn)
@@ -233,15 +236,16 @@ def _keys_consumer(
                     tile = (position, valid, others)
                     if RUNS_ON:
                         running, dv = _keys_block(
-                            part, running, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, start,
+                            part, running, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, n, start,
                             LEFT, RIGHT, RUNS_ON, REDUCE,
                         )  # fmt: skip
                     else:
                         if not is_hidden(i, position, valid, right, left, ROWS, BLOCK_Q, RIGHT, LEFT):
                             running, dv = _keys_block(
-                                part, running, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, start,
+                                part, running, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, taken, start,
                                 LEFT, RIGHT, RUNS_ON, REDUCE,
                             )  # fmt: skip
+                            taken += 1
                         barrier()
                         mbarrier.arrive(empty.index(n % STAGES), count=1)
                     n += 1
