@@ -32,9 +32,8 @@ from thdops.ops.launch import Launch
 from thdops.ops.plans import Blank, meta
 
 SHORT = 1024  # rows of a sequence, below which all are short if they are of a length
-MIXED = (
-    2048  # rows that a row's own sequence has on the average (sum n^2 / sum n), below which a batch of any lengths is of short ones
-)
+# Rows that a row's own sequence has on the average (sum n^2 / sum n), below which a batch of any lengths is of short ones.
+MIXED = 2048
 _TILES = 16  # of one program
 _FIELDS = 8
 
