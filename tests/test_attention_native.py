@@ -158,6 +158,25 @@ def test_launchers_refuse_what_the_ops_refuse() -> None:
 
 
 @pytest.mark.skipif(CUDA or why_not() != "", reason=why_not() or "launches are intercepted on CPU tensors")
+def test_planning_copies_an_operand_no_more_than_a_call_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head dims that are strided: copied once for the plan of a backward, whichever kernels it has, and once a call."""
+    from thdops.ops.attention_thd import kernels
+    from thdops.ops.launch import intercept
+
+    monkeypatch.setattr(kernels, "is_hopper", lambda device_index: True)
+    copied: list[Tensor] = []
+    contiguous = Tensor.contiguous
+    monkeypatch.setattr(Tensor, "contiguous", lambda x: x if x.is_contiguous() else copied.append(x) or contiguous(x))
+    q, k, v, out, grad_out = (torch.zeros(4096, 64, heads, dtype=torch.bfloat16).mT for heads in (4, 2, 2, 4, 4))
+    call = attention_op._call(q, k, v, torch.zeros(9, dtype=torch.int32), causal=True, deterministic=False)
+    with intercept(lambda *_: None):
+        for copies in (2, 1):
+            backends.attention_grad(grad_out, None, *call[:3], out, torch.zeros(4, 4096), *call[3:19])
+            assert len(copied) == 5 * copies
+            copied.clear()
+
+
+@pytest.mark.skipif(CUDA or why_not() != "", reason=why_not() or "launches are intercepted on CPU tensors")
 def test_launches_depend_on_shapes_alone() -> None:
     """Cases 2 and 16: offsets in one tensor or in two, and hundreds of empty sequences, are launched as any others."""
     from thdops.ops.launch import intercept

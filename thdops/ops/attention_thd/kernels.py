@@ -141,7 +141,9 @@ class AttentionGrad:
     def __init__(self, call: GradCall) -> None:
         results = dq, *_ = contract.fake_attention_grad(*call)
         self._blank = Blank(*results)
+        q, k, v = _operands(call)
         grad_out = _grad_out(call)
+        call = call._replace(q=q, k=k, v=v, out=_loadable(call.out), grad_out=grad_out)  # once for all that is planned
         lengths = _lengths(call) if not call.deterministic and _may_reduce(call, grad_out) else ("short",)
         self._looks = len(lengths) > 1
         short, long = ("short", "long") if self._looks else ("any", "any")
