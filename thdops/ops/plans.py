@@ -14,7 +14,7 @@ from torch import Tensor
 
 __all__ = ["Blank", "Plans", "meta", "number"]
 
-_KEPT = 8192  # callers whose every batch has another shape must not fill the memory
+_KEPT = 1024  # callers whose every batch has another shape must not fill the memory: attention's plans take up to 27 KB each
 
 number: Callable[[], int] = itertools.count().__next__
 """A number that nobody else has: a plan's, or a planned launch's."""
