@@ -516,8 +516,10 @@ def test_whether_sequences_are_long_is_found_on_the_device(
     q, k = (torch.randn(rows, heads, dims[0], device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (8, 2))
     v = torch.randn(rows, 2, dims[1], device=device, dtype=torch.bfloat16, requires_grad=True)
     grad = torch.randn(rows, 8, dims[1], device=device, dtype=torch.bfloat16)
-    layouts = {"short": [[128] * 64, [100, 0] * 32], "long": [[4096, 4000] + [0] * 62, [0] * 60 + [2048] * 4, [5000] + [50] * 63]}
-    layouts["long"].append([0] * 64)
+    layouts = {
+        "short": [[128] * 64, [100, 0] * 32],
+        "long": [[4096, 4000] + [0] * 62, [0] * 60 + [2048] * 4, [5000] + [50] * 63, [0] * 64],
+    }
     cu = prefix_sums(layouts["short"][0], device)
 
     def step() -> tuple[Tensor, ...]:

@@ -262,9 +262,14 @@ def test_a_picture_of_peers(tmp_path: Path) -> None:
     assert all(f"({speedup:.2f}x)" in texts for speedup in times)
 
 
-def test_a_name_that_no_bench_has_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
-    assert _run("double", "--cpu", "--match", "treble") == 2
-    assert "no bench of these ops has 'treble' in its name" in capsys.readouterr().err
+def test_nothing_to_time_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Said before a file that may hold other times is written over."""
+    file = tmp_path / "bench.json"
+    assert _run("double", "--cpu", "--match", "treble", "--json", str(file)) == 2
+    assert "these ops have nothing to time with 'treble' in its name; leave out --match" in capsys.readouterr().err
+    assert not file.exists()
+    assert _run("unbenched", "--cpu", "--peers") == 2
+    assert capsys.readouterr().err.endswith("bench: these ops have nothing to time\n")
 
 
 def test_a_picture_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

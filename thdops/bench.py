@@ -438,6 +438,10 @@ def _shown(rows: Iterable[Row]) -> list[Row]:
 
 def _finished(args: argparse.Namespace, facts: Mapping[str, str], roofline: Roofline | None, rows: Sequence[Row]) -> int:
     """Write what was asked for and settle the exit status."""
+    if not rows:
+        wanted = f" with {args.match!r} in its name; leave out --match to see them" if args.match else ""
+        print(f"bench: these ops have nothing to time{wanted}", file=sys.stderr)
+        return 2
     if args.json:
         try:
             _write_json(args.json, facts, roofline, rows)
@@ -452,9 +456,6 @@ def _finished(args: argparse.Namespace, facts: Mapping[str, str], roofline: Roof
         except (OSError, ValueError) as error:  # ValueError: no picture has that suffix
             print(f"bench: --plot {args.plot} cannot be written: {error}", file=sys.stderr)
             return 2
-    if not rows:
-        print(f"no bench of these ops has {args.match!r} in its name; without --match the names are shown", file=sys.stderr)
-        return 2
     failed = sum(row.failed for row in rows)
     if failed:
         print(f"\n{failed} of {len(rows)} rows wrong or failed", file=sys.stderr)
