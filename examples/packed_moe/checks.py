@@ -21,8 +21,8 @@ its loss, and each parameter's gradient (by norm). Fused arithmetic sums in anot
 equal but for that may choose the other one."""
 RUN_TOLERANCE = {False: (1e-4, 1e-4, 1e-3), True: (5e-3, 5e-2, 1e-1)}
 """How far a compiled run's losses may be from an eager run's: in the first five steps, in the first ten, and in the mean of the
-last ones. Steps in between say little, since training carries each difference on and magnifies it: in bf16 on an H200 from 1e-5 in the
-first step to 4e-4 in the fifth and up to 2e-2 in the tenth."""
+last ones. Steps in between say little, since training carries each difference on and magnifies it: in bf16 on an H200 from 1e-5 in
+the first step to 4e-4 in the fifth and up to 2e-2 in the tenth."""
 _EARLY_STEPS = (5, 10)
 
 
