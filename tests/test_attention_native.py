@@ -42,6 +42,7 @@ from thdops.conformance.memory import poisoned_allocations
 from thdops.ops.attention_thd import backends, samples
 from thdops.ops.attention_thd import op as attention_op
 from thdops.ops.layouts import prefix_sums
+from thdops.ops.padding.reference import locate_rows
 
 CUDA = torch.cuda.is_available()
 UNITS = 16
@@ -287,7 +288,7 @@ def _tiles_of(x: Batch, y: Batch, bottom_right: bool, block: int) -> list[list[i
 def test_tile_table(sequences: int, bottom_right: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row has one tile; 300 sequences need several chunks of the count."""
     from thdops.ops.attention_thd import kernels_tiles
-    from thdops.ops.attention_thd.kernels_tiles import TileTable
+    from thdops.ops.attention_thd.kernels_tiles import Tiles, TileTable
 
     generator = torch.Generator().manual_seed(sequences)
     draw = lambda values: [values[i] for i in torch.randint(len(values), (sequences,), generator=generator)]  # noqa: E731
@@ -301,27 +302,32 @@ def test_tile_table(sequences: int, bottom_right: bool, monkeypatch: pytest.Monk
         cu if padded is None else padded for side in (x, y) for cu, padded in [side.metadata(device)] for padded in (cu, padded)
     ]
 
-    def tile_table(*how: Any, **more: Any) -> tuple[Tensor, Tensor]:
+    def tile_table(*how: Any, **more: Any) -> Tiles:
         return TileTable(x.total, y.total, sequences, False, *how, **more)(*offsets)
 
-    tiles, counts = tile_table(bottom_right, 16)
+    tiles, count, *unasked = tile_table(bottom_right, 16)
     expected = _tiles_of(x, y, bottom_right, 16)
-    assert counts.tolist() == [len(expected), 0]
+    assert count.tolist() == [len(expected), 0]
+    assert unasked == [None, None]
     for tile, wanted in zip(tiles[: len(expected), :6].tolist(), expected, strict=True):
         fields = 6 if wanted[2] else 3  # what a tile without a valid row says of the other side is not read
         assert tile[:fields] == wanted[:fields]
     if not bottom_right:
-        spread, _ = tile_table(False, 16, spread=True)
         rows = tiles[: len(expected), :6].tolist()
+        busy = sum(tile[2] > 0 for tile in rows)
+        spread = tile_table(False, 16, few=busy + 1).entries
         assert spread[: len(expected), :6].tolist() == sorted(rows, key=lambda tile: -tile[5])
+        not_spread = tile_table(False, 16, few=busy).entries
+        assert not_spread[: len(expected), :6].tolist() == rows
     lengths = [length for side in (x, y) for length in side.lengths]
     mean, some = sum(n * n for n in lengths) // max(sum(lengths), 1), any(lengths)
     for limit, of_short, of_long in ((mean, 0, len(expected)), (mean + 1, len(expected) * some, len(expected) * (not some))):
         monkeypatch.setattr(kernels_tiles, "MIXED", limit)
-        assert tile_table(bottom_right, 16, lengths="short")[1].tolist() == [of_short, 0]
-        assert tile_table(bottom_right, 16, lengths="long")[1].tolist() == [of_long, 0]
+        looked = tile_table(bottom_right, 16, looks=True)
+        counts = [looked.of(lengths)[1] for lengths in ("any", "short", "long")]
+        assert [None if one is None else one.tolist() for one in counts] == [[len(expected), 0], [of_short, 0], [of_long, 0]]
     for owned in ("valid", "met") if sequences <= 40 else ():
-        few, (number, _) = (table.tolist() for table in tile_table(bottom_right, 16, owned))
+        few, (number, _) = (table.tolist() for table in tile_table(bottom_right, 16, owned).of("any"))
         assert [tile[1:3] for tile in few[:number]] == [[tile[2]] * 2 for tile in few[:number]]
         kept = [tile for tile in expected if tile[2] > 0 and (owned == "valid" or tile[4] > 0)]
         assert [[tile[i] for i in (0, 2, 3, 4, 5)] for tile in few[:number]] == [
@@ -330,23 +336,29 @@ def test_tile_table(sequences: int, bottom_right: bool, monkeypatch: pytest.Monk
 
 
 @interpreted
-@pytest.mark.parametrize("wanted", [0, 3, None])
-def test_what_reductions_need_is_left_out_where_nothing_is_reduced(wanted: int | None) -> None:
-    """Zeros before, and a conversion behind; the number is that of tiles of a table, which only the device knows."""
-    from thdops.ops.attention_thd import kernels
+@pytest.mark.parametrize("long", [False, True, None])
+def test_what_reductions_need_is_left_out_where_nothing_is_reduced(long: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros before, and a conversion behind: of valid rows, where sequences are long, as the device sees or (None) the host."""
+    from thdops.ops.attention_thd import kernels, kernels_tiles
 
+    monkeypatch.setattr(kernels_tiles, "MIXED", 0 if long else 2**20)
     device = "cuda" if CUDA else "cpu"
     (sample, *_) = samples.attention_grad_samples(torch.device(device))
     call = GradCall(*sample.args)
-    number = None if wanted is None else torch.tensor([wanted, 0], dtype=torch.int32, device=device)
     with poisoned_allocations():
         dsink = torch.empty(0 if call.sink is None else call.sink.shape, dtype=torch.float32, device=device)
-        sums = kernels._AttentionUpstream(call, reduces=True)(call, dsink, number).sums
-    assert sums is not None
-    assert bool((sums.isnan() if wanted == 0 else sums == 0).all())
+        upstream = kernels._AttentionUpstream(call, reduces=True, looks=long is not None)(call, dsink)
+    assert upstream.sums is not None
+    valid = locate_rows(call.cu_seqlens_q, call.cu_seqlens_q_padded, len(call.q)).valid
+    zeroed = (upstream.sums == 0).all(2).all(1)
+    assert torch.equal(zeroed, valid & (long is not False))
+    assert bool((upstream.delta[:, ~valid] == 0).all())
     grad = torch.full_like(call.q, 5)
-    kernels._rounding(grad, 0.5)(torch.full(grad.shape, 4.0, device=device), grad, number)
-    assert bool((grad == (5 if wanted == 0 else 2)).all())
+    sums = torch.full(grad.shape, torch.nan, device=device)
+    sums[valid] = 4
+    kernels._rounding(call, grad, 0.5)(sums, grad, *upstream.tiles.of("any" if long is None else "long"))
+    assert bool((grad[valid] == (5 if long is False else 2)).all())
+    assert bool((grad[~valid] == (5 if long is False else 0)).all())
 
 
 # --- full sizes on a GPU --------------------------------------------------------------------------------------------------------

@@ -62,12 +62,11 @@ class AddingInPlace(Adding):
     def __init__(self, call: GradCall, own: Rows, into: Gradients | None, hides: bool) -> None:
         q, device = call.q, call.q.device
         self._dsink = torch.empty(0 if call.sink is None else call.sink.shape, dtype=torch.float32, device=device)
-        self._upstream = kernels.attention_upstream(
-            _grad_call(call, Section(own)), self._dsink, reduces=not (call.deterministic or hides)
-        )
+        self._whole = _grad_call(call, Section(own))
+        self._upstream = kernels.attention_upstream(self._whole, self._dsink, reduces=not (call.deterministic or hides))
         self._dq = torch.empty(q.shape, dtype=torch.float32, device=device) if self._upstream.sums is None else None
         self._into = torch.empty(q.shape, dtype=q.dtype, device=device) if into is None else into.q
-        self._own, self._scale, self._begun = own, call.scale, False
+        self._own, self._begun = own, False
 
     def add_queries(self, call: GradCall, section: Section) -> None:
         """dq of one more section."""
@@ -85,9 +84,9 @@ class AddingInPlace(Adding):
     def result(self) -> tuple[Tensor, Tensor]:
         """dq and dsink."""
         if self._upstream.sums is not None:
-            kernels.rounded(self._upstream.sums, self._into, self._scale)
+            kernels.rounded(self._whole, self._upstream.sums, self._into, self._upstream.tiles, self._whole.scale)
         elif self._dq is not None:
-            kernels.rounded(self._dq, self._into)
+            kernels.rounded(self._whole, self._dq, self._into, self._upstream.tiles)
         return self._into, self._dsink
 
 

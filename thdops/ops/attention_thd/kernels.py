@@ -29,7 +29,7 @@ from thdops.ops.attention_thd.kernels_backward import (
 )
 from thdops.ops.attention_thd.kernels_blocks import LOG2E, parts
 from thdops.ops.attention_thd.kernels_forward import attention_forward_kernel
-from thdops.ops.attention_thd.kernels_tiles import SHORT, TileTable
+from thdops.ops.attention_thd.kernels_tiles import SHORT, Tiles, TileTable
 from thdops.ops.launch import Launch, multiprocessors
 from thdops.ops.plans import Blank, Plans, meta
 
@@ -91,7 +91,7 @@ class _Attend:
 
     def __init__(self, call: Call, found: Found) -> None:
         q, k, v = _operands(call)
-        self._ways: list[tuple[TileTable, Any]] = []
+        self._ways: list[tuple[TileTable, str, Any]] = []  # the last for sequences of such lengths
         if is_hopper(q.get_device()) and not call.return_max_logit:
             from thdops.ops.attention_thd import kernels_hopper_forward as hopper
 
@@ -99,10 +99,11 @@ class _Attend:
                 softmax = "sink" if call.softmax == "learnable" else call.softmax
                 lengths = ("long",) if found.unit is not None else _lengths(call)  # of a section, whatever its length
                 shapes = {hopper.shape_of(q, v, *_window(call), length == "short"): length for length in lengths}
+                looks = len(shapes) > 1
                 for shape, length in shapes.items():
-                    tiles = _query_tiles(call, shape.rows, found.owned, length if len(shapes) > 1 else "any")
+                    tiles = _query_tiles(call, shape.rows, found.owned, looks)
                     kernel = hopper.Forward(q, k, v, found.out, found.lse, shape, *_window(call), call.scale, call.softcap, softmax)
-                    self._ways.append((tiles, kernel))
+                    self._ways.append((tiles, length if looks else "any", kernel))
                 return
 
         blocks = _forward_blocks(call)
@@ -118,14 +119,14 @@ class _Attend:
             blocks,
             q.get_device(),
         )
-        self._ways.append((tiles, kernel))
+        self._ways.append((tiles, "any", kernel))
 
     def __call__(self, call: Call, found: Found) -> None:
         out, lse, max_logit, before, unit, _ = found
         sink = None if call.sink is None else call.sink.contiguous()
         operands, (queries, keys) = _operands(call), _sides(call)
-        for tiles, kernel in self._ways:
-            kernel(*operands, sink, before, unit, out, lse, max_logit, *tiles(*queries, *keys))
+        for tiles, lengths, kernel in self._ways:
+            kernel(*operands, sink, before, unit, out, lse, max_logit, *tiles(*queries, *keys).of(lengths))
 
 
 _attends = Plans(_Attend)
@@ -145,29 +146,30 @@ class AttentionGrad:
         grad_out = _grad_out(call)
         call = call._replace(q=q, k=k, v=v, out=_loadable(call.out), grad_out=grad_out)  # once for all that is planned
         lengths = _lengths(call) if not call.deterministic and _may_reduce(call, grad_out) else ("short",)
-        self._looks = len(lengths) > 1
-        short, long = ("short", "long") if self._looks else ("any", "any")
-        self._upstream = _AttentionUpstream(call, reduces="long" in lengths)
+        looks = len(lengths) > 1
+        self._short, self._long = ("short", "long") if looks else ("any", "any")
+        self._upstream = _AttentionUpstream(call, reduces="long" in lengths, looks=looks)
         self._queries = self._keys = self._reducing = None
         if "short" in lengths:
-            self._queries = _GradQueries(call, grad_out, adds=False, lengths=short)
-            self._keys = _GradKeys(call, grad_out, adds=False, reduces=False, lengths=short)
+            self._queries = _GradQueries(call, grad_out, adds=False)
+            self._keys = _GradKeys(call, grad_out, adds=False, reduces=False, looks=looks)
+            self._table = self._keys.table
         if "long" in lengths:
-            self._reducing = _GradKeys(call, grad_out, adds=False, reduces=True, lengths=long)
-            self._rounded = _rounding(dq, call.scale)
+            self._reducing = _GradKeys(call, grad_out, adds=False, reduces=True, looks=looks)
+            self._table = self._reducing.table
+            self._rounded = _rounding(call, dq, call.scale)
 
     def __call__(self, call: GradCall) -> tuple[Tensor, ...]:
         results = dq, dk, dv, dsink = self._blank(call.q.device)
-        operands = _operands(call)
-        tiles = None if self._reducing is None else self._reducing.tiles(call)
-        wanted = tiles[1] if tiles and self._looks else None
-        upstream = self._upstream(call, dsink, wanted)
+        operands, (queries, keys) = _operands(call), _sides(call)
+        upstream = self._upstream(call, dsink)
+        tiles = self._table(*keys, *queries)
         if self._queries and self._keys:
-            self._queries(operands, upstream, dq, self._queries.tiles(call) if self._looks else upstream.tiles)
-            self._keys(operands, upstream._replace(sums=None), dk, dv, self._keys.tiles(call))
-        if self._reducing and tiles and upstream.sums is not None:
-            self._reducing(operands, upstream, dk, dv, tiles)
-            self._rounded(upstream.sums, dq, wanted)
+            self._queries(operands, upstream, dq, upstream.tiles.of(self._short))
+            self._keys(operands, upstream._replace(sums=None), dk, dv, tiles.of(self._short))
+        if self._reducing:
+            self._reducing(operands, upstream, dk, dv, tiles.of(self._long))
+            self._rounded(upstream.sums, dq, *upstream.tiles.of(self._long))
         return results
 
 
@@ -178,26 +180,24 @@ class Upstream(NamedTuple):
     lse: Tensor
     delta: Tensor  # fp32 [Hq, Tq]
     sums: Tensor | None  # fp32 [Tq, Hq, Dqk]; where not None, dq / scale is added to it on the way to dk and dv
-    tiles: tuple[Tensor, Tensor]  # of the call's queries
+    tiles: Tiles  # of the call's queries, all of them
 
 
 def attention_upstream(call: GradCall, dsink: Tensor, reduces: bool) -> Upstream:
     """For all sections of the keys: once, whatever they are. Writes dsink. `reduces`: dq may come by reduction, in any order."""
     _, upstream = _upstreams(call, dsink, reduces)
-    return upstream(call, dsink, None)
+    return upstream(call, dsink)
 
 
 class _AttentionUpstream:
-    """`attention_upstream` of one kind. delta is made of the forward's out as it was rounded; `sums` are zeroed on the way, unless
-    `wanted` holds 0.
+    """`attention_upstream` of one kind. delta is made of the forward's out as it was rounded; valid rows of `sums` are zeroed on
+    the way, if sequences are long where one `looks`.
     """
 
-    def __init__(self, call: GradCall, reduces: bool) -> None:
+    def __init__(self, call: GradCall, reduces: bool, looks: bool = False) -> None:
         q, out, grad_out = call.q, _loadable(call.out), _grad_out(call)
         total, heads, dim = out.shape
-        hopper = _hopper_backward(call, grad_out)
-        rows = _queries_blocks(call).queries if hopper is None else hopper.tile_rows(q.shape[2], dim)[0]
-        self._tiles = _query_tiles(call, rows)
+        self._tiles = _upstream_table(call, looks)
         grad_lse_strides = (0, 0) if call.grad_lse is None else call.grad_lse.stride()
         unit, *strides = _strides(out, grad_out)
         width = max(16, 1 << (dim - 1).bit_length())
@@ -211,13 +211,13 @@ class _AttentionUpstream:
         delta, sums = meta(heads, total, dtype=torch.float32), meta(*q.shape, dtype=torch.float32)
         self._blank = Blank(delta, sums) if reduces else Blank(delta)
 
-    def __call__(self, call: GradCall, dsink: Tensor, wanted: Tensor | None) -> Upstream:
+    def __call__(self, call: GradCall, dsink: Tensor) -> Upstream:
         lse, grad_out = call.lse.contiguous(), _grad_out(call)
         queries, keys = _sides(call)
         tiles = self._tiles(*queries, *keys)
         delta, *more = self._blank(lse.device)
         sums = more[0] if more else None
-        self._delta(_loadable(call.out), grad_out, lse, call.grad_lse, delta, sums, wanted, *tiles)
+        self._delta(_loadable(call.out), grad_out, lse, call.grad_lse, delta, sums, tiles.long, tiles.entries, tiles.any)
         if call.sink is not None:
             self._dsink(call.sink.contiguous(), lse, delta, dsink)
         return Upstream(grad_out, lse, delta, sums, tiles)
@@ -230,31 +230,41 @@ def _upstream(call: GradCall, dsink: Tensor, reduces: bool) -> _AttentionUpstrea
 _upstreams = Plans(_upstream)
 
 
-def attention_grad_queries(
-    call: GradCall, upstream: Upstream, dq: Tensor, adds: bool, tiles: tuple[Tensor, Tensor] | None = None
-) -> None:
+def _upstream_table(call: GradCall, looks: bool = False) -> TileTable:
+    """Of all rows of the call's queries."""
+    return _query_tiles(call, _queries_rows(call, _grad_out(call)), looks=looks)
+
+
+def _queries_rows(call: GradCall, grad_out: Tensor) -> int:
+    """Of a tile of queries."""
+    hopper = _hopper_backward(call, grad_out)
+    return _queries_blocks(call).queries if hopper is None else hopper.tile_rows(call.q.shape[2], call.v.shape[2])[0]
+
+
+def attention_grad_queries(call: GradCall, upstream: Upstream, dq: Tensor, adds: bool, tiles: Tiles | None = None) -> None:
     """dq, contiguous, over the call's keys. `adds`: to what dq holds, fp32, and rows that meet no key stay as they are."""
     _, grad = _queries_grads(call, upstream, dq, adds)
-    grad(_operands(call), upstream, dq, grad.tiles(call) if tiles is None else tiles)
+    if tiles is None:
+        queries, keys = _sides(call)
+        tiles = grad.table(*queries, *keys)
+    grad(_operands(call), upstream, dq, tiles.of("any"))
 
 
 class _GradQueries:
-    """`attention_grad_queries` of one kind."""
+    """`attention_grad_queries` of one kind, but for the tiles, those of `table` or as they would be."""
 
-    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool, lengths: str = "any") -> None:
+    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool) -> None:
         q, k, v = _operands(call)
-        owned = "met" if adds else "all"
+        self.table = _query_tiles(call, _queries_rows(call, grad_out), "met" if adds else "all")
         hopper = _hopper_backward(call, grad_out)
         if hopper is not None:
-            self._tiles = _query_tiles(call, hopper.tile_rows(q.shape[2], v.shape[2])[0], owned, lengths)
             self._kernel: Any = hopper.Queries(q, k, v, grad_out, *_window(call), call.scale, adds)
             return
         blocks = _queries_blocks(call)
-        self._tiles = _query_tiles(call, blocks.queries, owned)
         unit, *strides = _strides(q, k, v, grad_out)
         self._kernel = _persistent(
             attention_grad_queries_kernel,
-            self._tiles,
+            self.table,
             (*strides, q.shape[0], q.shape[1], q.shape[1] // k.shape[1], *_window(call)),
             _factors(call),
             (*_widths(call), *_bounded(call), call.softcap != 0, adds, unit),
@@ -262,11 +272,7 @@ class _GradQueries:
             q.get_device(),
         )
 
-    def tiles(self, call: GradCall) -> tuple[Tensor, Tensor]:
-        queries, keys = _sides(call)
-        return self._tiles(*queries, *keys)
-
-    def __call__(self, operands: Operands, upstream: Upstream, dq: Tensor, tiles: tuple[Tensor, Tensor]) -> None:
+    def __call__(self, operands: Operands, upstream: Upstream, dq: Tensor, tiles: tuple[Tensor, Tensor | None]) -> None:
         self._kernel(*operands, upstream.grad_out, upstream.lse, upstream.delta, dq, *tiles)
 
 
@@ -276,29 +282,29 @@ _queries_grads = Plans(lambda call, upstream, dq, adds: _GradQueries(call, upstr
 def attention_grad_keys(call: GradCall, upstream: Upstream, dk: Tensor, dv: Tensor, adds: bool) -> None:
     """dk and dv, contiguous, over the call's queries, and a share of `upstream.sums` if there are these. `adds`: as above."""
     _, grad = _keys_grads(call, upstream, dk, dv, adds)
-    grad(_operands(call), upstream, dk, dv, grad.tiles(call))
+    queries, keys = _sides(call)
+    grad(_operands(call), upstream, dk, dv, grad.table(*keys, *queries).of("any"))
 
 
 class _GradKeys:
-    """`attention_grad_keys` of one kind."""
+    """`attention_grad_keys` of one kind, but for the tiles, those of `table`."""
 
-    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool, reduces: bool, lengths: str = "any") -> None:
+    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool, reduces: bool, looks: bool = False) -> None:
         q, k, v = _operands(call)
-        owned = "met" if adds else "all"
         hopper = _hopper_backward(call, grad_out)
+        blocks = _keys_blocks(call)
+        rows = blocks.keys if hopper is None else hopper.tile_rows(q.shape[2], v.shape[2])[1]
+        self.table = _key_tiles(call, rows, "met" if adds else "all", looks)
         if hopper is not None:
-            self._tiles = _key_tiles(call, hopper.tile_rows(q.shape[2], v.shape[2])[1], owned, lengths)
             self._kernel: Any = hopper.Keys(q, k, v, grad_out, *_window(call), call.scale, adds, reduces)
             return
-        blocks = _keys_blocks(call)
-        self._tiles = _key_tiles(call, blocks.keys, owned)
         # Seen from a key, queries stand on the other side of the diagonal.
         before, behind = _window(call)
         left, right = _bounded(call)
         unit, *strides = _strides(q, k, v, grad_out)
         self._kernel = _persistent(
             attention_grad_keys_kernel,
-            self._tiles,
+            self.table,
             (*strides, q.shape[0], k.shape[1], q.shape[1] // k.shape[1], behind, before),
             _factors(call),
             (*_widths(call), right, left, call.softcap != 0, adds, unit),
@@ -306,11 +312,7 @@ class _GradKeys:
             q.get_device(),
         )
 
-    def tiles(self, call: GradCall) -> tuple[Tensor, Tensor]:
-        queries, keys = _sides(call)
-        return self._tiles(*keys, *queries)
-
-    def __call__(self, operands: Operands, upstream: Upstream, dk: Tensor, dv: Tensor, tiles: tuple[Tensor, Tensor]) -> None:
+    def __call__(self, operands: Operands, upstream: Upstream, dk: Tensor, dv: Tensor, tiles: tuple[Tensor, Tensor | None]) -> None:
         grad_out, lse, delta, sums, _ = upstream
         self._kernel(*operands, grad_out, lse, delta, dk, dv, *tiles, *(() if sums is None else (sums,)))
 
@@ -318,19 +320,21 @@ class _GradKeys:
 _keys_grads = Plans(lambda call, upstream, dk, dv, adds: _GradKeys(call, upstream.grad_out, adds, upstream.sums is not None))
 
 
-def rounded(sums: Tensor, grad: Tensor, scale: float = 1.0) -> None:
-    """grad = scale sums, fp32; both contiguous."""
-    _, launch = _roundings(sums, grad, scale)
-    launch(sums, grad, None)
+def rounded(call: GradCall, sums: Tensor, grad: Tensor, tiles: Tiles, scale: float = 1.0) -> None:
+    """grad = scale sums, fp32, on the valid rows of the call's queries, whose `tiles` these are, and 0 on all others."""
+    _, rounding = _roundings(call, grad, scale)
+    rounding(sums, grad, *tiles.of("any"))
 
 
-def _rounding(grad: Tensor, scale: float) -> Launch:
+def _rounding(call: GradCall, grad: Tensor, scale: float) -> Launch:
     """`rounded` of one kind."""
-    chunk, block = 8, 4096  # head dims are multiples of 8
-    return Launch(convert_kernel, (triton.cdiv(grad.numel(), block), 1, 1), (grad.numel() // chunk, scale), (chunk, block), 8)
+    chunk, block, shares = 8, 4096, 16  # head dims are multiples of 8
+    programs = _programs(_upstream_table(call), shares, 8, grad.get_device())
+    row = grad.shape[1] * grad.shape[2]
+    return Launch(convert_kernel, (programs, 1, 1), (row // chunk, shares, scale), (chunk, block), 8)
 
 
-_roundings = Plans(lambda sums, grad, scale: _rounding(grad, scale))
+_roundings = Plans(_rounding)
 
 
 def _factors(call: GradCall) -> tuple[float, float, float]:
@@ -405,17 +409,17 @@ def _sides(call: Call | GradCall) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, 
     return queries, queries if cu is None else (cu, cu if padded is None else padded)
 
 
-def _query_tiles(call: Call | GradCall, block: int, owned: str = "all", lengths: str = "any") -> TileTable:
+def _query_tiles(call: Call | GradCall, block: int, owned: str = "all", looks: bool = False) -> TileTable:
     shared, sequences = call.cu_seqlens_kv is None, call.cu_seqlens_q.shape[0] - 1
-    return TileTable(call.q.shape[0], call.k.shape[0], sequences, shared, call.bottom_right, block, owned, lengths=lengths)
+    return TileTable(call.q.shape[0], call.k.shape[0], sequences, shared, call.bottom_right, block, owned, looks=looks)
 
 
-def _key_tiles(call: Call | GradCall, block: int, owned: str = "all", lengths: str = "any") -> TileTable:
+def _key_tiles(call: Call | GradCall, block: int, owned: str = "all", looks: bool = False) -> TileTable:
     shared, sequences = call.cu_seqlens_kv is None, call.cu_seqlens_q.shape[0] - 1
     rows, heads, _ = call.k.shape
-    uneven = call.causal and rows * heads < _FEW * block * multiprocessors(call.q.get_device())
+    few = triton.cdiv(_FEW * multiprocessors(call.q.get_device()), heads) if call.causal else 0
     bottom_right = call.bottom_right and not shared
-    return TileTable(rows, call.q.shape[0], sequences, shared, bottom_right, block, owned, uneven, lengths)
+    return TileTable(rows, call.q.shape[0], sequences, shared, bottom_right, block, owned, few, looks)
 
 
 def _window(call: Call | GradCall) -> tuple[int, int]:

@@ -42,7 +42,7 @@ def delta_kernel(
     lse,
     grad_lse,
     delta,
-    sums,  # fp32 [T, H, ZEROED], to be zeroed; None
+    sums,  # fp32 [T, H, ZEROED], valid rows of which are to be zeroed; None
     wanted,  # a number that is 0 where they need not be; None
     tiles,  # of queries
     counts,
@@ -72,7 +72,7 @@ def delta_kernel(
     for item in range(tl.program_id(0), tl.load(counts) * heads, tl.num_programs(0)):
         first, owned, valid, _, _, _ = read_tile(tiles, item // heads)
         head = (item % heads).to(tl.int64)
-        for start in range(0, owned, ROWS):
+        for start in range(0, valid, ROWS):
             row = start + tl.arange(0, ROWS)
             at = head * total + first + row
             alive = (row < valid) & (tl.load(lse + at, mask=row < valid, other=0.0) > -float("inf"))
@@ -86,7 +86,10 @@ def delta_kernel(
             tl.store(delta + at, products, mask=row < owned)
             if sums is not None:
                 here = sums + (rows * heads + head) * ZEROED + tl.arange(0, ZEROED)[None, :]
-                tl.store(here, tl.zeros([ROWS, ZEROED], tl.float32), mask=(row < owned * zeroed)[:, None])
+                tl.store(here, tl.zeros([ROWS, ZEROED], tl.float32), mask=(row < valid * zeroed)[:, None])
+        for start in range((valid + ROWS - 1) // ROWS * ROWS, owned, 4 * ROWS):
+            row = start + tl.arange(0, 4 * ROWS)
+            tl.store(delta + head * total + first + row, tl.zeros([4 * ROWS], tl.float32), mask=row < owned)
 
 
 @triton.jit(do_not_specialize=["total"])
@@ -385,14 +388,19 @@ def _add_keys(
 # --- sums to gradients ---------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["chunks"])
-def convert_kernel(sums, grad, wanted, chunks, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
-    """grad = scale sums, of grad's dtype; what nobody added to, padding rows too, is zero already. `wanted`: nothing if it holds 0.
+@triton.jit(do_not_specialize=["chunks", "shares"])
+def convert_kernel(sums, grad, tiles, counts, chunks, shares, scale, CHUNK: tl.constexpr, BLOCK: tl.constexpr):
+    """grad = scale sums on valid rows, of grad's dtype, and 0 on padding rows, whatever stands there.
 
-    [chunks, CHUNK] elements: a mask whose end is known to be a multiple of CHUNK leaves loads and stores wide.
+    A row is `chunks` times CHUNK elements: a mask whose end is known to be a multiple of CHUNK leaves loads and stores wide. The
+    elements of a tile are split into `shares`.
     """
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    if wanted is not None:
-        chunks = tl.where(tl.load(wanted) > 0, chunks, 0)
-    inside = at < chunks.to(tl.int64) * CHUNK
-    tl.store(grad + at, tl.load(sums + at, mask=inside, other=0.0) * scale, mask=inside)
+    items = tl.load(counts) * shares
+    for item in range(tl.program_id(0), items, tl.num_programs(0)):
+        row, owned, valid, _, _, _ = read_tile(tiles, item // shares)
+        first = row * chunks * CHUNK
+        end, end_valid = owned * chunks * CHUNK, valid * chunks * CHUNK
+        for start in range(item % shares * BLOCK, end, shares * BLOCK):
+            at = start + tl.arange(0, BLOCK)
+            values = tl.load(sums + first + at, mask=at < end_valid, other=0.0)
+            tl.store(grad + first + at, values * scale, mask=at < end)

@@ -1,4 +1,4 @@
-"""What the Hopper kernels share, and their launchers: constants, and tensors as TMA loads them.
+"""What the Hopper kernels share, and their launchers: constants, tensors as TMA loads them, and zeros.
 
 [T, H, D] (rows, heads, head dim) is to TMA T rows of all heads, in which a head's columns start at head * stride, and which is
 loaded in boxes of [rows, columns].
@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -49,3 +50,13 @@ def addressable(x: Tensor) -> bool:
     row, head, column = x.stride()
     aligned = column == 1 and row % 8 == 0 and head % 8 == 0 and x.data_ptr() % 16 == 0
     return aligned and row > 0 and x.numel() > 0 and max(t, (h - 1) * head + d) < _INT32
+
+
+@gluon.jit
+def store_zeros(out, stride, rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    """Zeros to the first `rows` of [ROWS, COLUMNS] from `out` on, if there are any; COLUMNS is a power of two."""
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
+    r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
+    d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    at = gl.multiple_of(out + r.to(gl.int64) * stride + d, [1, 16])
+    gl.store(at, gl.zeros([ROWS, COLUMNS], out.dtype.element_ty, LAYOUT), mask=(r < rows) & (d >= 0))

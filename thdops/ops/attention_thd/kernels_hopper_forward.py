@@ -22,7 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, LN2, LOG2E, Boxes, addressable, box_of
+from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, LN2, LOG2E, Boxes, addressable, box_of, store_zeros
 from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, store_fp32, store_out
 from thdops.ops.attention_thd.kernels_hopper_rings import FIELDS, load_boxes, make_ring, publish, receive, skip
 from thdops.ops.attention_thd.kernels_hopper_softmax import attend, finish
@@ -77,55 +77,78 @@ def produce(q, k, v, q_ring, k_ring, v_ring, fields, tiles, counts, heads, group
 @gluon.jit
 def consume(args, plan, GROUP: gl.constexpr):
     q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, out_strides, left, right, scale, softcap = args
-    ADDS: gl.constexpr = len(before) > 0 and out.dtype.element_ty == gl.float32
-    out_row, out_head, lse_head = out_strides
     n = 0
     it = 0
     row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
     while row >= 0:
-        q_first = (n % q_ring.STAGES * plan.GROUPS + GROUP) * plan.CHUNKS
+        tile = (row, rows, valid, head)
         first = position + GROUP * ROWS
         view = View(others, first, gl.minimum(first + ROWS, position + valid) - 1, left, right, plan)
         own_begin, own_end = view.blocks()
         own_end = gl.where(own_end > own_begin, own_end, begin)
         it = skip(k_ring, v_ring, it, end - own_end)
-        here = ()
-        if len(before) > 0:
-            found = before[0] + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
-            lse_here = lse + head.to(gl.int64) * lse_head + row
-            unit_here = unit + head.to(gl.int64) * lse_head + row
-            if ADDS:
-                S_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BLOCK_N, 16]))
-                old_lse, old_unit = load_statistics(lse_here, unit_here, GROUP * ROWS, valid, S_ROWS)
-            else:
-                here = (found, lse_here, unit_here, GROUP * ROWS, valid, out_row)
-        o, m, total, it = attend(q_ring, q_first, k_ring, v_ring, it, view, here, scale, softcap, plan)
-        it = skip(k_ring, v_ring, it, gl.minimum(own_begin, own_end) - begin)
-
-        o, logsumexp = finish(o, m, total, sink, head, plan.SOFTMAX)
-        i = GROUP * ROWS + gl.arange(0, ROWS, layout=logsumexp.type.layout)
-        if ADDS:
-            to = out + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
-            merge(o, logsumexp, to, lse_here, unit_here, i, valid, out_row, old_lse, old_unit)
-        elif out.dtype.element_ty == gl.float32:
-            natural = gl.where(i < valid, logsumexp * LN2, float("-inf"))
-            gl.store(lse + head.to(gl.int64) * lse_head + row + i, natural, mask=i < rows)
-            gl.store(unit + head.to(gl.int64) * lse_head + row + i, natural, mask=i < rows)
-            to = out + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
-            store_fp32(o, to, i, valid, rows, out_row)
+        if len(before) > 0 or valid > GROUP * ROWS:
+            it = _attend_tile(args, plan, GROUP, tile, view, n, it)
         else:
-            kept = rows if len(before) == 0 else valid  # what is padding now need not have been
-            gl.store(
-                lse + head.to(gl.int64) * lse_head + row + i,
-                gl.where(i < valid, logsumexp * LN2, float("-inf")),
-                mask=i < kept,
-            )
-            staging = joined(q_ring.buffers, q_first, plan.D_V // CHUNK)
-            to = out + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
-            store_out(o, staging, here, to, i, valid, rows, out_row, plan.D_V)
+            _clear_tile(args, plan, GROUP, tile)
+        it = skip(k_ring, v_ring, it, gl.minimum(own_begin, own_end) - begin)
         q_ring.release(n)
         n += 1
         row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
+
+
+@gluon.jit
+def _attend_tile(args, plan, GROUP: gl.constexpr, tile, view, n, it):
+    """Attend to a tile and leave its results; the new `it`."""
+    q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, out_strides, left, right, scale, softcap = args
+    ADDS: gl.constexpr = len(before) > 0 and out.dtype.element_ty == gl.float32
+    out_row, out_head, lse_head = out_strides
+    row, rows, valid, head = tile
+    q_first = (n % q_ring.STAGES * plan.GROUPS + GROUP) * plan.CHUNKS
+    to = out + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
+    lse_to = lse + head.to(gl.int64) * lse_head + row
+    here = ()
+    if len(before) > 0:
+        found = before[0] + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
+        unit_here = unit + head.to(gl.int64) * lse_head + row
+        if ADDS:
+            S_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BLOCK_N, 16]))
+            old_lse, old_unit = load_statistics(lse_to, unit_here, GROUP * ROWS, valid, S_ROWS)
+        else:
+            here = (found, lse_to, unit_here, GROUP * ROWS, valid, out_row)
+    o, m, total, it = attend(q_ring, q_first, k_ring, v_ring, it, view, here, scale, softcap, plan)
+
+    o, logsumexp = finish(o, m, total, sink, head, plan.SOFTMAX)
+    i = GROUP * ROWS + gl.arange(0, ROWS, layout=logsumexp.type.layout)
+    if ADDS:
+        merge(o, logsumexp, to, lse_to, unit_here, i, valid, out_row, old_lse, old_unit)
+    else:
+        natural = gl.where(i < valid, logsumexp * LN2, float("-inf"))
+        kept = rows if len(before) == 0 else valid  # what is padding now need not have been
+        gl.store(lse_to + i, natural, mask=i < kept)
+        if out.dtype.element_ty == gl.float32:
+            gl.store(unit + head.to(gl.int64) * lse_head + row + i, natural, mask=i < rows)
+            store_fp32(o, to, i, valid, rows, out_row)
+        else:
+            staging = joined(q_ring.buffers, q_first, plan.D_V // CHUNK)
+            store_out(o, staging, here, to, i, valid, rows, out_row, plan.D_V)
+    return it
+
+
+@gluon.jit
+def _clear_tile(args, plan, GROUP: gl.constexpr, tile):
+    """Zeros and -inf where all of a warpgroup's rows are padding."""
+    q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, out_strides, left, right, scale, softcap = args
+    out_row, out_head, lse_head = out_strides
+    row, rows, valid, head = tile
+    first = row.to(gl.int64) + GROUP * ROWS
+    store_zeros(out + first * out_row + head.to(gl.int64) * out_head, out_row, rows - GROUP * ROWS, ROWS, plan.D_V)
+    i = gl.arange(0, ROWS, layout=gl.BlockedLayout([1], [32], [4], [0]))
+    nothing = gl.full([ROWS], float("-inf"), gl.float32, layout=i.type.layout)
+    at = head.to(gl.int64) * lse_head + first + i
+    gl.store(lse + at, nothing, mask=i < rows - GROUP * ROWS)
+    if out.dtype.element_ty == gl.float32:
+        gl.store(unit + at, nothing, mask=i < rows - GROUP * ROWS)
 
 
 # --- the kernel ------------------------------------------------------------------------------------------------------------------

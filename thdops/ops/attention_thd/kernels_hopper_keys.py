@@ -18,6 +18,7 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
     buffers,
     chunks_of,
     clear,
+    clear_rows,
     clear_shared,
     copy,
     copy_tile,
@@ -216,9 +217,9 @@ def _keys_consumer(
         rows -= part * ROWS
         valid -= part * ROWS
         position += part * ROWS
-        dk = zeros(k)
-        dv = zeros(v)
         if blocks > 0:
+            dk = zeros(k)
+            dv = zeros(v)
             mbarrier.wait(kv_full, loaded & 1)
             loaded += 1
             if REDUCE and valid < ROWS:
@@ -256,8 +257,11 @@ def _keys_consumer(
             else:
                 dk = running
             mbarrier.arrive(kv_empty, count=1)
-        store(dk, dk_out + head * D_QK, row, rows, valid, kv_heads * D_QK, scale, ADDS)
-        store(dv, dv_out + head * D_V, row, rows, valid, kv_heads * D_V, 1.0, ADDS)
+            store(dk, dk_out + head * D_QK, row, rows, valid, kv_heads * D_QK, scale, ADDS)
+            store(dv, dv_out + head * D_V, row, rows, valid, kv_heads * D_V, 1.0, ADDS)
+        elif not ADDS:
+            clear_rows(dk_out + head * D_QK, row, rows, kv_heads * D_QK, k)
+            clear_rows(dv_out + head * D_V, row, rows, kv_heads * D_V, v)
         item = take(work, turn)
     if REDUCE:
         tma.store_wait(0)

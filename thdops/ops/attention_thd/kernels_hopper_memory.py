@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
+from thdops.ops.attention_thd.kernels_hopper_common import store_zeros
 from thdops.ops.attention_thd.kernels_hopper_names import async_load, barrier
 
 # --- shared memory ---------------------------------------------------------------------------------------------------------------
@@ -146,3 +147,11 @@ def store(acc, out, row, rows, valid, stride, scale, ADDS: gl.constexpr):
             _add_chunk(acc[c], out + acc[0].shape[1] * c, row, valid, stride, scale)
         else:
             _store_chunk(acc[c], out + acc[0].shape[1] * c, row, rows, valid, stride, scale)
+
+
+@gluon.jit
+def clear_rows(out, row, rows, stride, chunks):
+    """`store` of zeros, for a consumer whose rows of the tile meet nothing."""
+    for c in gl.static_range(len(chunks)):
+        at = out + row.to(gl.int64) * stride + chunks[0].shape[2] * c
+        store_zeros(at, stride, rows, chunks[c].shape[1], chunks[c].shape[2])

@@ -15,6 +15,7 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
     barriers,
     buffers,
     chunks_of,
+    clear_rows,
     clear_shared,
     copy,
     copy_tile,
@@ -138,8 +139,8 @@ def _queries_consumer(
         rows -= part * ROWS
         valid -= part * ROWS
         position += part * ROWS
-        dq = zeros(q)
         if blocks > 0:
+            dq = zeros(q)
             at = head.to(gl.int64) * tq + row
             lse_r = gl.load(lse + at + r, mask=r < valid, other=0.0) * LOG2E
             delta_r = gl.load(delta + at + r, mask=r < valid, other=0.0)
@@ -173,7 +174,9 @@ def _queries_consumer(
             else:
                 dq = running
             mbarrier.arrive(q_empty, count=1)
-        store(dq, dq_out + head * D_QK, row, rows, valid, heads * D_QK, scale, ADDS)
+            store(dq, dq_out + head * D_QK, row, rows, valid, heads * D_QK, scale, ADDS)
+        elif not ADDS:
+            clear_rows(dq_out + head * D_QK, row, rows, heads * D_QK, q)
         item = take(work, turn)
 
 

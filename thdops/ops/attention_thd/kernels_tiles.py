@@ -13,15 +13,18 @@ A tile is 8 integers:
     4 others     valid rows of its sequence in y
     5 position   where its first row stands among y's rows: row r sees j with position + r - left <= j <= position + r + right
 A table may be of fewer rows of x: of valid ones alone, or of valid ones of sequences that have valid rows in y too. Then a kernel
-leaves all other rows as they are. And it may be for batches of short sequences or of long ones, and be empty for the other kind: a
-call that has a kernel for each launches both, and no length has to be known on the host.
-Within a sequence tiles come last block first: under a causal mask those are the heavy ones, and light ones fill up the end. SPREAD:
+leaves all other rows as they are.
+Within a sequence tiles come last block first: under a causal mask those are the heavy ones, and light ones fill up the end. `few`:
 so they do across all sequences, where there are so few tiles that the last sequence's heavy ones would come too late. Otherwise one
 sequence after the other keeps what they read in the cache.
-`counts` is two integers: the number of tiles, and 0, from which the programs of a kernel count the work items they take.
+A count is two integers: the number of tiles, and 0, from which the programs of a kernel count the work items they take. A call that
+has a kernel for short sequences and one for long ones launches both, each with a count of its own, one of which says that there are
+no tiles: so no length has to be known on the host.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,7 +37,8 @@ from thdops.ops.plans import Blank, meta
 SHORT = 1024  # rows of a sequence, below which all are short if they are of a length
 # Rows that a row's own sequence has on the average (sum n^2 / sum n), below which a batch of any lengths is of short ones.
 MIXED = 2048
-_TILES = 16  # of one program
+_TILES = 4  # of one program
+_CHUNK = 256  # segments that it looks at together
 _FIELDS = 8
 
 
@@ -43,8 +47,21 @@ def capacity(rows: int, sequences: int, block: int) -> int:
     return triton.cdiv(rows, block) + sequences + 2
 
 
+class Tiles(NamedTuple):
+    """A table and its counts, int32 [2]."""
+
+    entries: Tensor  # int32 [capacity, 8]
+    any: Tensor
+    short: Tensor | None  # 0 unless sequences are short; None where nobody looks
+    long: Tensor | None
+
+    def of(self, lengths: str) -> tuple[Tensor, Tensor | None]:
+        """(entries, count) for a kernel that serves "any", "short" or "long" sequences."""
+        return self.entries, getattr(self, lengths)
+
+
 class TileTable:
-    """(tiles int32 [capacity, 8], counts int32 [2]) of side x against side y, planned for the rows of both and the sequences.
+    """The table of side x against side y, planned for the rows of both and the sequences.
 
     Called with the offsets of x, valid and padded, and those of y; `shared`: y is x.
     """
@@ -58,27 +75,30 @@ class TileTable:
         bottom_right: bool,
         block: int,
         owned: str = "all",
-        spread: bool = False,
-        lengths: str = "any",
+        few: int = 0,
+        looks: bool = False,
     ) -> None:
-        """`owned`: which rows of x have a tile, "all", "valid" or "met" (those that have valid rows in y). `spread`: the last
-        blocks of all sequences come first, not those of the first sequence. `lengths`: of which batches it has tiles, "any",
-        "short" or "long"; either side's table tells them alike.
+        """`owned`: which rows of x have a tile, "all", "valid" or "met" (those that have valid rows in y). `few`: if fewer tiles
+        than that have valid rows, the last blocks of all sequences come first, not those of the first sequence. `looks`: whether
+        sequences are short or long is wanted; either side's table tells it alike.
         """
+        self.block = block
         self.capacity = capacity(x_rows, sequences, block)
-        self._blank = Blank(meta(self.capacity, _FIELDS, dtype=torch.int32), meta(2, dtype=torch.int32))
-        chunk = min(256, max(16, triton.next_power_of_2(sequences + 2)))
+        counts = [meta(2, dtype=torch.int32)] * (3 if looks else 1)
+        self._blank = Blank(meta(self.capacity, _FIELDS, dtype=torch.int32), *counts)
+        self._unasked = () if looks else (None, None)
+        chunk = min(_CHUNK, max(16, triton.next_power_of_2(sequences + 2)))
         self._launch = Launch(
             tile_table_kernel,
             (triton.cdiv(self.capacity, _TILES), 1, 1),
-            (x_rows, y_rows, sequences, self.capacity),
-            (shared, bottom_right, owned, spread, lengths, MIXED, block, _TILES, chunk),
+            (x_rows, y_rows, sequences, few),
+            (shared, bottom_right, owned, few > 0, MIXED, block, _TILES, chunk),
         )
 
-    def __call__(self, cu_x: Tensor, padded_x: Tensor, cu_y: Tensor, padded_y: Tensor) -> tuple[Tensor, Tensor]:
-        tiles, counts = self._blank(cu_x.device)
-        self._launch(cu_x, padded_x, cu_y, padded_y, tiles, counts)
-        return tiles, counts
+    def __call__(self, cu_x: Tensor, padded_x: Tensor, cu_y: Tensor, padded_y: Tensor) -> Tiles:
+        tiles = Tiles(*self._blank(cu_x.device), *self._unasked)
+        self._launch(cu_x, padded_x, cu_y, padded_y, *tiles)
+        return tiles
 
 
 @triton.jit
@@ -90,30 +110,33 @@ def read_tile(tiles, index):
     return row, tl.load(entry + 1), tl.load(entry + 2), other_row, tl.load(entry + 4), tl.load(entry + 5)
 
 
-@triton.jit(do_not_specialize=["rows_x", "rows_y", "sequences", "capacity"])
+@triton.jit(do_not_specialize=["rows_x", "rows_y", "sequences", "few"])
 def tile_table_kernel(
     cu_x,
     padded_x,
     cu_y,
     padded_y,
     tiles,
-    counts,
+    count,
+    count_short,  # None
+    count_long,
     rows_x,
     rows_y,
     sequences,
-    capacity,
+    few,
     SHARED: tl.constexpr,
     BOTTOM_RIGHT: tl.constexpr,
     OWNED: tl.constexpr,
-    SPREAD: tl.constexpr,
-    LENGTHS: tl.constexpr,
+    SPREADS: tl.constexpr,
     MIXED: tl.constexpr,
     BX: tl.constexpr,
     TILES: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """[TILES] entries: every program counts all tiles (there are few sequences) and keeps the segments of its own."""
-    tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    LOOKS: tl.constexpr = count_short is not None
+    own_first = tl.program_id(0) * TILES
+    tile = own_first + tl.arange(0, TILES)
     start = tl.zeros([TILES], tl.int32)  # of the segment of each tile
     end = tl.zeros([TILES], tl.int32)
     valid = tl.zeros([TILES], tl.int32)
@@ -121,7 +144,8 @@ def tile_table_kernel(
     other_row = tl.zeros([TILES], tl.int32)
     others = tl.zeros([TILES], tl.int32)
 
-    total = tl.zeros([1], tl.int32)
+    total = own_first * 0
+    busy = own_first * 0  # tiles that have valid rows
     reached_x = tl.zeros([1], tl.int32)  # the largest offset so far
     reached_y = tl.zeros([1], tl.int32)
     rows = tl.zeros([1], tl.int64)  # valid ones, of both sides
@@ -132,17 +156,21 @@ def tile_table_kernel(
             cu_x, padded_x, rows_x, cu_y, padded_y, rows_y, sequences, segment, reached_x, reached_y, SHARED, OWNED
         )
         blocks = (ends - starts + BX - 1) // BX
-        behind = total + tl.cumsum(blocks, 0)
-        before = behind - blocks
-        own = (before[None, :] <= tile[:, None]) & (tile[:, None] < behind[None, :])  # [TILES, CHUNK], one True a row in all
-        start += tl.sum(tl.where(own, starts[None, :], 0), 1)
-        end += tl.sum(tl.where(own, ends[None, :], 0), 1)
-        valid += tl.sum(tl.where(own, valids[None, :], 0), 1)
-        last += tl.sum(tl.where(own, behind[None, :], 0), 1)
-        other_row += tl.sum(tl.where(own, starts_y[None, :], 0), 1)
-        others += tl.sum(tl.where(own, valids_y[None, :], 0), 1)
-        total = tl.maximum(total, tl.max(behind, 0))
-        if LENGTHS != "any":
+        before_all = total
+        total += tl.sum(blocks, 0)
+        if (before_all < own_first + TILES) & (own_first < total):
+            behind = before_all + tl.cumsum(blocks, 0)
+            before = behind - blocks
+            own = (before[None, :] <= tile[:, None]) & (tile[:, None] < behind[None, :])  # [TILES, CHUNK], one True a row in all
+            start += tl.sum(tl.where(own, starts[None, :], 0), 1)
+            end += tl.sum(tl.where(own, ends[None, :], 0), 1)
+            valid += tl.sum(tl.where(own, valids[None, :], 0), 1)
+            last += tl.sum(tl.where(own, behind[None, :], 0), 1)
+            other_row += tl.sum(tl.where(own, starts_y[None, :], 0), 1)
+            others += tl.sum(tl.where(own, valids_y[None, :], 0), 1)
+        if SPREADS:
+            busy += tl.sum((valids + BX - 1) // BX, 0)
+        if LOOKS:
             rows += tl.sum(valids.to(tl.int64) + valids_y, 0)
             squares += tl.sum(valids.to(tl.int64) * valids + valids_y.to(tl.int64) * valids_y, 0)
 
@@ -153,9 +181,9 @@ def tile_table_kernel(
         position += others - valid
     kept = tile < total
     place = tile
-    if SPREAD:
+    if SPREADS and busy < few:
         place = tl.zeros([TILES], tl.int32)
-        total = tl.zeros([1], tl.int32)
+        counted = own_first * 0
         reached_x = tl.zeros([1], tl.int32)
         reached_y = tl.zeros([1], tl.int32)
         for first in range(0, sequences + 2, CHUNK):
@@ -164,10 +192,10 @@ def tile_table_kernel(
                 cu_x, padded_x, rows_x, cu_y, padded_y, rows_y, sequences, segment, reached_x, reached_y, SHARED, OWNED
             )
             blocks = (ends - starts + BX - 1) // BX
-            behind = total + tl.cumsum(blocks, 0)
+            behind = counted + tl.cumsum(blocks, 0)
             ahead = (blocks[None, :] > block[:, None]) & (behind[None, :] < last[:, None])  # tiles of this number before
             place += tl.sum(tl.maximum(blocks[None, :] - 1 - block[:, None], 0) + ahead.to(tl.int32), 1)
-            total = tl.maximum(total, tl.max(behind, 0))
+            counted += tl.sum(blocks, 0)
     entry = tiles + place.to(tl.int64) * 8
     tl.store(entry + 0, row, mask=kept)
     tl.store(entry + 1, tl.minimum(end - row, BX), mask=kept)
@@ -175,10 +203,14 @@ def tile_table_kernel(
     tl.store(entry + 3, other_row, mask=kept)
     tl.store(entry + 4, others, mask=kept)
     tl.store(entry + 5, position, mask=kept)
-    two = tl.arange(0, 2)
-    if LENGTHS != "any":
-        total = tl.where((squares < MIXED * rows) == (LENGTHS == "short"), total, 0)
-    tl.store(counts + two, tl.where(two == 0, total, 0), mask=two >= tl.program_id(0) * 2)  # the first program's alone
+    if tl.program_id(0) == 0:
+        two = tl.arange(0, 2)
+        totals = tl.where(two == 0, total, 0)
+        tl.store(count + two, totals)
+        if LOOKS:
+            short = squares < MIXED * rows
+            tl.store(count_short + two, tl.where(short, totals, 0))
+            tl.store(count_long + two, tl.where(short, 0, totals))
 
 
 @triton.jit
