@@ -352,6 +352,8 @@ def _unserved_by_fa4(call: Call | GradCall) -> str:
         return "serves head dims up to 128, or 192 for keys and 128 for values, on this GPU"
     if min(call.q.shape[2], call.v.shape[2]) < _NARROWEST_OF_FA4:
         return f"is wrong with head dims below {_NARROWEST_OF_FA4} (seen in 4.0.0b36 on an H200)"
+    if major == 9 and call.q.shape[2] != call.v.shape[2] and call.q.shape[1] != call.k.shape[1]:
+        return "has no backward for grouped heads with values of another width than keys on this GPU"
     if call.scale <= 0:
         return "needs a scale above 0"
     return _aligned_left(call)

@@ -358,16 +358,21 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _on_cuda(
-    dtype: torch.dtype = torch.bfloat16, dims: tuple[int, int] = (128, 128), sequences: int = 4, rows: int = 4096, **settings: Any
+    dtype: torch.dtype = torch.bfloat16,
+    dims: tuple[int, int] = (128, 128),
+    heads: tuple[int, int] = (8, 2),
+    sequences: int = 4,
+    rows: int = 4096,
+    **settings: Any,
 ) -> Call:
     """A legal call on a GPU that need not be there."""
     usual = {"causal": True, "bottom_right": False, "window_left": -1, "window_right": -1, "scale": 0.1, "softmax": "vanilla"}
     more = {"softcap": 0.0, "max_seqlen_q": 0, "max_seqlen_kv": 0, "deterministic": False, "backend": "", "return_max_logit": False}
     missing = dict.fromkeys(("cu_seqlens_q_padded", "cu_seqlens_kv", "cu_seqlens_kv_padded", "sink"))
     with FakeTensorMode():
-        q, k = (torch.empty(rows, heads, dims[0], device="cuda", dtype=dtype) for heads in (8, 2))
+        q, k = (torch.empty(rows, n, dims[0], device="cuda", dtype=dtype) for n in heads)
         v, cu = (
-            torch.empty(rows, 2, dims[1], device="cuda", dtype=dtype),
+            torch.empty(rows, heads[1], dims[1], device="cuda", dtype=dtype),
             torch.empty(sequences + 1, device="cuda", dtype=torch.int32),
         )
     given: dict[str, Any] = {**missing, **usual, **more, **settings}
@@ -381,7 +386,8 @@ _CU = torch.zeros(5, dtype=torch.int32)
     ("name", "settings", "reason"),
     [
         ("fa4", {}, ""),
-        ("fa4", {"softmax": "learnable", "softcap": 2.0, "dims": (192, 128)}, ""),
+        ("fa4", {"softmax": "learnable", "softcap": 2.0, "dims": (192, 128), "heads": (8, 8)}, ""),
+        ("fa4", {"dims": (192, 128)}, "has no backward for grouped heads with values of another width"),
         ("fa4", {"cu_seqlens_kv": _CU, "bottom_right": True}, ""),
         ("fa4", {"cu_seqlens_kv": _CU, "causal": False}, ""),
         ("fa4", {"cu_seqlens_kv": _CU}, "aligns causal masks and windows bottom-right"),
@@ -540,8 +546,8 @@ def test_shapes_are_what_their_names_say() -> None:
 def test_values_and_gradients_with_poisoned_padding(case: Case, name: str) -> None:
     if not contract.installed(contract.PEERS[name]):
         pytest.skip(f"{name} is not installed")
-    if name == "fa4":  # which refuses narrower heads
-        case = case._replace(dims=(64, 64) if case.dims[0] == case.dims[1] else (192, 128))
+    if name == "fa4":  # which refuses narrower heads, and grouped ones of two widths
+        case = case._replace(dims=(64, 64)) if case.dims[0] == case.dims[1] else case._replace(dims=(192, 128), heads=(4, 4))
     check(case, "cuda", backend=name)
 
 

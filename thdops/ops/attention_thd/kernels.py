@@ -244,10 +244,9 @@ def _queries_rows(call: GradCall, grad_out: Tensor) -> int:
 def attention_grad_queries(call: GradCall, upstream: Upstream, dq: Tensor, adds: bool, tiles: Tiles | None = None) -> None:
     """dq, contiguous, over the call's keys. `adds`: to what dq holds, fp32, and rows that meet no key stay as they are."""
     _, grad = _queries_grads(call, upstream, dq, adds)
-    if tiles is None:
-        queries, keys = _sides(call)
-        tiles = grad.table(*queries, *keys)
-    grad(_operands(call), upstream, dq, tiles.of("any"))
+    queries, keys = _sides(call)
+    own = grad.table(*queries, *keys) if tiles is None else tiles
+    grad(_operands(call), upstream, dq, own.of("any"))
 
 
 class _GradQueries:
@@ -272,7 +271,7 @@ class _GradQueries:
             q.get_device(),
         )
 
-    def __call__(self, operands: Operands, upstream: Upstream, dq: Tensor, tiles: tuple[Tensor, Tensor | None]) -> None:
+    def __call__(self, operands: Operands, upstream: Upstream, dq: Tensor, tiles: tuple[Tensor, Tensor]) -> None:
         self._kernel(*operands, upstream.grad_out, upstream.lse, upstream.delta, dq, *tiles)
 
 
@@ -312,7 +311,7 @@ class _GradKeys:
             q.get_device(),
         )
 
-    def __call__(self, operands: Operands, upstream: Upstream, dk: Tensor, dv: Tensor, tiles: tuple[Tensor, Tensor | None]) -> None:
+    def __call__(self, operands: Operands, upstream: Upstream, dk: Tensor, dv: Tensor, tiles: tuple[Tensor, Tensor]) -> None:
         grad_out, lse, delta, sums, _ = upstream
         self._kernel(*operands, grad_out, lse, delta, dk, dv, *tiles, *(() if sums is None else (sums,)))
 
