@@ -83,7 +83,6 @@ class TileTable:
         than that have valid rows, the last blocks of all sequences come first, not those of the first sequence. `looks`: whether
         sequences are short or long is wanted; either side's table tells it alike.
         """
-        self.block = block
         self.capacity = capacity(x_rows, sequences, block)
         counts = [meta(2, dtype=torch.int32)] * (3 if looks else 1)
         self._blank = Blank(meta(self.capacity, _FIELDS, dtype=torch.int32), *counts)
