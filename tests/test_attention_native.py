@@ -258,7 +258,7 @@ def test_random_layouts(data: st.DataObject) -> None:
 
 
 def _tiles_of(x: Batch, y: Batch, bottom_right: bool, block: int) -> list[list[int]]:
-    """The table as a loop makes it; the first six fields."""
+    """The table as a loop makes it."""
     starts = list(itertools.accumulate(x.padded or x.lengths, initial=x.before))
     starts_y = list(itertools.accumulate(y.padded or y.lengths, initial=y.before))
     segments = [(0, x.before, 0, 0, 0)]
@@ -266,7 +266,7 @@ def _tiles_of(x: Batch, y: Batch, bottom_right: bool, block: int) -> list[list[i
         segments.append((starts[b], starts[b + 1], n, starts_y[b], m))
     segments.append((starts[-1], x.total, 0, 0, 0))
     table = []
-    for start, end, valid, other, others in segments:
+    for segment, (start, end, valid, other, others) in enumerate(segments):
         for first in reversed(range(start, end, block)):
             row = first - start
             table.append(
@@ -277,6 +277,8 @@ def _tiles_of(x: Batch, y: Batch, bottom_right: bool, block: int) -> list[list[i
                     other,
                     others,
                     row + (others - valid if bottom_right else 0),
+                    row // block,
+                    segment,
                 ]
             )
     return table
@@ -310,16 +312,16 @@ def test_tile_table(sequences: int, bottom_right: bool, monkeypatch: pytest.Monk
     expected = _tiles_of(x, y, bottom_right, 16)
     assert count.tolist() == [len(expected), 0]
     assert unasked == [None, None]
-    for tile, wanted in zip(tiles[: len(expected), :6].tolist(), expected, strict=True):
-        fields = 6 if wanted[2] else 3  # what a tile without a valid row says of the other side is not read
+    for tile, wanted in zip(tiles[: len(expected)].tolist(), expected, strict=True):
+        fields = 8 if wanted[2] else 3  # what a tile without a valid row says of the other side is not read
         assert tile[:fields] == wanted[:fields]
     if not bottom_right:
-        rows = tiles[: len(expected), :6].tolist()
+        rows = tiles[: len(expected)].tolist()
         busy = sum(tile[2] > 0 for tile in rows)
         spread = tile_table(False, 16, few=busy + 1).entries
-        assert spread[: len(expected), :6].tolist() == sorted(rows, key=lambda tile: -tile[5])
+        assert spread[: len(expected)].tolist() == sorted(rows, key=lambda tile: -tile[5])
         not_spread = tile_table(False, 16, few=busy).entries
-        assert not_spread[: len(expected), :6].tolist() == rows
+        assert not_spread[: len(expected)].tolist() == rows
     lengths = [length for side in (x, y) for length in side.lengths]
     mean, some = sum(n * n for n in lengths) // max(sum(lengths), 1), any(lengths)
     for limit, of_short, of_long in ((mean, 0, len(expected)), (mean + 1, len(expected) * some, len(expected) * (not some))):
@@ -331,18 +333,22 @@ def test_tile_table(sequences: int, bottom_right: bool, monkeypatch: pytest.Monk
         few, (number, _) = (table.tolist() for table in tile_table(bottom_right, 16, owned).of("any"))
         assert [tile[1:3] for tile in few[:number]] == [[tile[2]] * 2 for tile in few[:number]]
         kept = [tile for tile in expected if tile[2] > 0 and (owned == "valid" or tile[4] > 0)]
-        assert [[tile[i] for i in (0, 2, 3, 4, 5)] for tile in few[:number]] == [
-            [tile[i] for i in (0, 2, 3, 4, 5)] for tile in kept
-        ]
+        assert [[*tile[:1], *tile[2:]] for tile in few[:number]] == [[*tile[:1], *tile[2:]] for tile in kept]
 
 
 @interpreted
+@pytest.mark.parametrize("turns", [0, 700])
 @pytest.mark.parametrize("long", [False, True, None])
-def test_what_reductions_need_is_left_out_where_nothing_is_reduced(long: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zeros before, and a conversion behind: of valid rows, where sequences are long, as the device sees or (None) the host."""
+def test_what_reductions_need_is_left_out_where_nothing_is_reduced(
+    long: bool | None, turns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Zeros before, and a conversion behind: of valid rows, where sequences are long, as the device sees or (None) the host.
+    `turns` for adding in a fixed order are zeros anyway.
+    """
     from thdops.ops.attention_thd import kernels, kernels_tiles
 
     monkeypatch.setattr(kernels_tiles, "MIXED", 0 if long else 2**20)
+    monkeypatch.setattr(kernels, "_turns", lambda call, reduces: turns)
     device = "cuda" if CUDA else "cpu"
     calls = (GradCall(*sample.args) for sample in samples.attention_grad_samples(torch.device(device)))
     call = next(call for call in calls if call.cu_seqlens_q_padded is not None and bool((call.cu_seqlens_q.diff() > 0).any()))
@@ -350,6 +356,11 @@ def test_what_reductions_need_is_left_out_where_nothing_is_reduced(long: bool | 
         dsink = torch.empty(0 if call.sink is None else call.sink.shape, dtype=torch.float32, device=device)
         upstream = kernels._AttentionUpstream(call, reduces=True, looks=long is not None)(call, dsink)
     assert upstream.sums is not None
+    if turns:
+        assert upstream.turns is not None
+        assert upstream.turns.tolist() == [[0] * turns] * call.q.shape[1]
+    else:
+        assert upstream.turns is None
     valid = locate_rows(call.cu_seqlens_q, call.cu_seqlens_q_padded, len(call.q)).valid
     zeroed = (upstream.sums == 0).all(2).all(1)
     assert torch.equal(zeroed, valid & (long is not False))
@@ -593,3 +604,78 @@ def test_deterministic_gradients_repeat_and_captured_ones_are_eager_s(dims: tupl
         graph.replay()
         eager = step()
         assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
+
+
+_IN_ORDER: dict[str, dict[str, Any]] = {  # what reaches far enough for sums
+    **{name: _WINDOWS[name] for name in ("full", "causal", "bottom-right")},
+    "causal, window": {"causal": True, "window": (1100, -1)},
+    "bottom-right, window": {"causal": True, "causal_alignment": "bottom_right", "window": (1030, -1)},
+    "window": {"window": (700, 430)},
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", _IN_ORDER)
+@pytest.mark.parametrize("heads", [(3, 3), (6, 2), (8, 1)], ids=str)
+@pytest.mark.parametrize("keyed", [False, True], ids=["self", "other keys"])
+def test_sums_in_a_fixed_order_repeat_and_are_those_of_a_kernel_for_dq(
+    keyed: bool, heads: tuple[int, int], mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sequences that begin anywhere and end in parts of blocks, or are longer or shorter than their keys, or have none."""
+    from thdops.ops.attention_thd import kernels, kernels_hopper_backward
+
+    x = Batch([1300, 0, 63, 130, 1, 2111, 64], [1301, 7, 70, 130, 3, 2111, 65], 3800, before=5)
+    y = Batch([900, 12, 0, 1700, 200, 2500, 65], None, 5400, before=3) if keyed else x
+    device = torch.device("cuda")
+    new = lambda rows, some: torch.randn(rows, some, 128, device=device, dtype=torch.bfloat16, requires_grad=True)  # noqa: E731
+    q, k, v, grad = new(x.total, heads[0]), new(y.total, heads[1]), new(y.total, heads[1]), new(x.total, heads[0]).detach()
+    cu, padded = x.metadata(device)
+    offsets = dict(zip(("cu_seqlens_kv", "cu_seqlens_kv_padded"), y.metadata(device), strict=True)) if keyed else {}
+
+    def gradients() -> tuple[Tensor, ...]:
+        for plans in (backends._plans, backends._grad_plans):
+            monkeypatch.setattr(plans, "_known", {})
+        out = thdops.attention(
+            q, k, v, cu, cu_seqlens_q_padded=padded, **offsets, **_IN_ORDER[mask], deterministic=True, backend="native"
+        )
+        return torch.autograd.grad(out, (q, k, v), grad)
+
+    monkeypatch.setattr(kernels, "_lengths", lambda call: ("long",))
+    found = gradients()
+    for _ in range(10):
+        for a, b in zip(found, gradients(), strict=True):
+            assert torch.equal(a, b)
+    monkeypatch.setattr(kernels_hopper_backward, "_REDUCED_IN_ORDER", set())
+    for a, b in zip(found, gradients(), strict=True):
+        size = b.float().square().mean((1, 2), keepdim=True).sqrt() + b.float().square().mean().sqrt()
+        assert bool(((a.float() - b.float()).abs() <= 2**-6 * (b.float().abs() + size)).all())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(64, 64), (96, 96), (128, 128), (192, 128), (256, 256)], ids=str)
+@pytest.mark.parametrize("heads", [(6, 6), (12, 4)], ids=str)
+def test_the_order_of_heads_changes_no_result(
+    heads: tuple[int, int], dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One head after the other, some together, or all of them; whether sequences are short or long."""
+    from thdops.ops.attention_thd import kernels_hopper_backward, kernels_hopper_forward
+
+    device = torch.device("cuda")
+    q, k = (torch.randn(4200, h, dims[0], device=device, dtype=torch.bfloat16, requires_grad=True) for h in heads)
+    v = torch.randn(4200, heads[1], dims[1], device=device, dtype=torch.bfloat16, requires_grad=True)
+    grad = torch.randn(4200, heads[0], dims[1], device=device, dtype=torch.bfloat16)
+
+    def results(cu: Tensor, near: int) -> tuple[Tensor, ...]:
+        for plans in (backends._plans, backends._grad_plans):
+            monkeypatch.setattr(plans, "_known", {})
+        for module in (kernels_hopper_forward, kernels_hopper_backward):
+            monkeypatch.setattr(module, "near_heads", lambda heads, size: min(near, heads))
+        out, lse = thdops.attention(q, k, v, cu, causal=True, deterministic=True, return_lse=True, backend="native")
+        return (out, lse, *torch.autograd.grad(out, (q, k, v), grad))
+
+    for lengths in ([4100], [1500, 0, 2600], [70] * 60):
+        cu = prefix_sums(lengths, device)
+        expected = results(cu, heads[1])
+        for near in (1, 2):
+            for a, b in zip(results(cu, near), expected, strict=True):
+                assert torch.equal(a, b)

@@ -100,9 +100,11 @@ class _Attend:
                 lengths = ("long",) if found.unit is not None else _lengths(call)  # of a section, whatever its length
                 shapes = {hopper.shape_of(q, v, *_window(call), length == "short"): length for length in lengths}
                 looks = len(shapes) > 1
+                mean = k.shape[0] / _sequences(call)
                 for shape, length in shapes.items():
                     tiles = _query_tiles(call, shape.rows, found.owned, looks)
-                    kernel = hopper.Forward(q, k, v, found.out, found.lse, shape, *_window(call), call.scale, call.softcap, softmax)
+                    how = mean, *_window(call), call.scale, call.softcap, softmax
+                    kernel = hopper.Forward(q, k, v, found.out, found.lse, shape, *how)
                     self._ways.append((tiles, length if looks else "any", kernel))
                 return
 
@@ -145,7 +147,7 @@ class AttentionGrad:
         q, k, v = _operands(call)
         grad_out = _grad_out(call)
         call = call._replace(q=q, k=k, v=v, out=_loadable(call.out), grad_out=grad_out)  # once for all that is planned
-        lengths = _lengths(call) if not call.deterministic and _may_reduce(call, grad_out) else ("short",)
+        lengths = _lengths(call) if _may_reduce(call, grad_out) else ("short",)
         looks = len(lengths) > 1
         self._short, self._long = ("short", "long") if looks else ("any", "any")
         self._upstream = _AttentionUpstream(call, reduces="long" in lengths, looks=looks)
@@ -180,6 +182,7 @@ class Upstream(NamedTuple):
     lse: Tensor
     delta: Tensor  # fp32 [Hq, Tq]
     sums: Tensor | None  # fp32 [Tq, Hq, Dqk]; where not None, dq / scale is added to it on the way to dk and dv
+    turns: Tensor | None  # int32 [Hq, `_turns`], zeros; where not None, in a fixed order
     tiles: Tiles  # of the call's queries, all of them
 
 
@@ -200,27 +203,29 @@ class _AttentionUpstream:
         self._tiles = _upstream_table(call, looks)
         grad_lse_strides = (0, 0) if call.grad_lse is None else call.grad_lse.stride()
         unit, *strides = _strides(out, grad_out)
+        turns = _turns(call, reduces)
         width = max(16, 1 << (dim - 1).bit_length())
         self._delta = Launch(
             delta_kernel,
             (_programs(self._tiles, heads, 8, q.get_device()), 1, 1),
-            (*strides, *grad_lse_strides, total, heads),
+            (*strides, *grad_lse_strides, total, heads, heads * turns),
             (dim, width, q.shape[2] if reduces else 0, unit, 32),
         )
         self._dsink = Launch(sink_grad_kernel, (heads, 1, 1), (total,), (1024,), 8)
         delta, sums = meta(heads, total, dtype=torch.float32), meta(*q.shape, dtype=torch.float32)
-        self._blank = Blank(delta, sums) if reduces else Blank(delta)
+        more = [sums, meta(heads, turns, dtype=torch.int32)][: reduces + (turns > 0)]
+        self._blank = Blank(delta, *more)
 
     def __call__(self, call: GradCall, dsink: Tensor) -> Upstream:
         lse, grad_out = call.lse.contiguous(), _grad_out(call)
         queries, keys = _sides(call)
         tiles = self._tiles(*queries, *keys)
         delta, *more = self._blank(lse.device)
-        sums = more[0] if more else None
-        self._delta(_loadable(call.out), grad_out, lse, call.grad_lse, delta, sums, tiles.long, tiles.entries, tiles.any)
+        sums, turns = (*more, None, None)[:2]
+        self._delta(_loadable(call.out), grad_out, lse, call.grad_lse, delta, sums, turns, tiles.long, tiles.entries, tiles.any)
         if call.sink is not None:
             self._dsink(call.sink.contiguous(), lse, delta, dsink)
-        return Upstream(grad_out, lse, delta, sums, tiles)
+        return Upstream(grad_out, lse, delta, sums, turns, tiles)
 
 
 def _upstream(call: GradCall, dsink: Tensor, reduces: bool) -> _AttentionUpstream:
@@ -257,7 +262,7 @@ class _GradQueries:
         self.table = _query_tiles(call, _queries_rows(call, grad_out), "met" if adds else "all")
         hopper = _hopper_backward(call, grad_out)
         if hopper is not None:
-            self._kernel: Any = hopper.Queries(q, k, v, grad_out, *_window(call), call.scale, adds)
+            self._kernel: Any = hopper.Queries(q, k, v, grad_out, k.shape[0] / _sequences(call), *_window(call), call.scale, adds)
             return
         blocks = _queries_blocks(call)
         unit, *strides = _strides(q, k, v, grad_out)
@@ -295,7 +300,9 @@ class _GradKeys:
         rows = blocks.keys if hopper is None else hopper.tile_rows(q.shape[2], v.shape[2])[1]
         self.table = _key_tiles(call, rows, "met" if adds else "all", looks)
         if hopper is not None:
-            self._kernel: Any = hopper.Keys(q, k, v, grad_out, *_window(call), call.scale, adds, reduces)
+            turns = _turns(call, reduces)
+            mean = q.shape[0] / _sequences(call)
+            self._kernel: Any = hopper.Keys(q, k, v, grad_out, mean, *_window(call), call.scale, adds, reduces, turns)
             return
         # Seen from a key, queries stand on the other side of the diagonal.
         before, behind = _window(call)
@@ -312,8 +319,8 @@ class _GradKeys:
         )
 
     def __call__(self, operands: Operands, upstream: Upstream, dk: Tensor, dv: Tensor, tiles: tuple[Tensor, Tensor]) -> None:
-        grad_out, lse, delta, sums, _ = upstream
-        self._kernel(*operands, grad_out, lse, delta, dk, dv, *tiles, *(() if sums is None else (sums,)))
+        grad_out, lse, delta, sums, turns, _ = upstream
+        self._kernel(*operands, grad_out, lse, delta, dk, dv, *tiles, *(() if sums is None else (sums, turns)))
 
 
 _keys_grads = Plans(lambda call, upstream, dk, dv, adds: _GradKeys(call, upstream.grad_out, adds, upstream.sums is not None))
@@ -358,7 +365,7 @@ def is_hopper(device_index: int) -> bool:
 
 def _lengths(call: Call | GradCall) -> tuple[str, ...]:
     """What sequences may be on the average, "short", "long", or both: offsets that end in empty sequences hide it from the host."""
-    rows, sequences = call.k.shape[0], call.cu_seqlens_q.shape[0] - 1
+    rows, sequences = call.k.shape[0], _sequences(call)
     if rows >= SHORT * sequences:
         return ("long",)
     return ("short",) if rows < _UNSURE else ("short", "long")
@@ -369,7 +376,17 @@ def _may_reduce(call: GradCall, grad_out: Tensor) -> bool:
     left, right = _window(call)
     windowed = left >= 0 and right >= 0 and left + right < SHORT
     hopper = _hopper_backward(call, grad_out)
-    return hopper is not None and not windowed and call.scale > 0 and hopper.reduces(call.q.shape[2], call.v.shape[2])
+    dims = call.q.shape[2], call.v.shape[2]
+    return hopper is not None and not windowed and call.scale > 0 and hopper.reduces(*dims, call.deterministic)
+
+
+def _turns(call: GradCall, reduces: bool) -> int:
+    """Counts of a query head that adding up dq in a fixed order takes; 0 for any order."""
+    if not (reduces and call.deterministic):
+        return 0
+    from thdops.ops.attention_thd import kernels_hopper_backward as hopper
+
+    return hopper.turns_a_head(call.q.shape[2], call.v.shape[2], call.q.shape[0], _sequences(call))
 
 
 def _persistent(
@@ -408,13 +425,17 @@ def _sides(call: Call | GradCall) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, 
     return queries, queries if cu is None else (cu, cu if padded is None else padded)
 
 
+def _sequences(call: Call | GradCall) -> int:
+    return call.cu_seqlens_q.shape[0] - 1
+
+
 def _query_tiles(call: Call | GradCall, block: int, owned: str = "all", looks: bool = False) -> TileTable:
-    shared, sequences = call.cu_seqlens_kv is None, call.cu_seqlens_q.shape[0] - 1
+    shared, sequences = call.cu_seqlens_kv is None, _sequences(call)
     return TileTable(call.q.shape[0], call.k.shape[0], sequences, shared, call.bottom_right, block, owned, looks=looks)
 
 
 def _key_tiles(call: Call | GradCall, block: int, owned: str = "all", looks: bool = False) -> TileTable:
-    shared, sequences = call.cu_seqlens_kv is None, call.cu_seqlens_q.shape[0] - 1
+    shared, sequences = call.cu_seqlens_kv is None, _sequences(call)
     rows, heads, _ = call.k.shape
     few = triton.cdiv(_FEW * multiprocessors(call.q.get_device()), heads) if call.causal else 0
     bottom_right = call.bottom_right and not shared

@@ -35,7 +35,10 @@ from thdops.ops.attention_thd.kernels_tiles import read_tile
 # --- what both kernels need of a query row -------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["out_row", "out_head", "grad_row", "grad_head", "grad_lse_head", "grad_lse_row", "total", "heads"])
+_DELTA_INTEGERS = ["out_row", "out_head", "grad_row", "grad_head", "grad_lse_head", "grad_lse_row", "total", "heads", "turns_total"]
+
+
+@triton.jit(do_not_specialize=_DELTA_INTEGERS)
 def delta_kernel(
     out,
     grad_out,
@@ -43,6 +46,7 @@ def delta_kernel(
     grad_lse,
     delta,
     sums,  # fp32 [T, H, ZEROED], valid rows of which are to be zeroed; None
+    turns,  # int32 [turns_total], to be zeroed; None
     wanted,  # a number that is 0 where they need not be; None
     tiles,  # of queries
     counts,
@@ -54,6 +58,7 @@ def delta_kernel(
     grad_lse_row,
     total,
     heads,
+    turns_total,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ZEROED: tl.constexpr,
@@ -66,6 +71,10 @@ def delta_kernel(
     grad_row = grad_row * UNIT
     grad_head = grad_head * UNIT
     columns = tl.arange(0, WIDTH)
+    if turns is not None:
+        for start in range(tl.program_id(0) * 1024, turns_total, tl.num_programs(0) * 1024):
+            turn = start + tl.arange(0, 1024)
+            tl.store(turns + turn, tl.zeros([1024], tl.int32), mask=turn < turns_total)
     zeroed = 1  # of the rows, all or none
     if wanted is not None:
         zeroed = (tl.load(wanted) > 0).to(tl.int32)

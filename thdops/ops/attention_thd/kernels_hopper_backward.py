@@ -8,8 +8,8 @@ T rows, H heads, D head dim, G = Hq / Hkv query heads of a key head; blocks are 
 `keys_kernel` owns tiles of keys, walks over the queries that see them and makes dK and dV. dQ comes in one of two ways:
 - `queries_kernel` owns tiles of queries and walks over the keys they see. Everything is summed in registers in a fixed order, so
   results repeat bitwise; S and dP are computed twice, seven products in all.
-- With REDUCE, `keys_kernel` adds its share of dQ to an fp32 buffer (TMA reduction), in no fixed order: five products, and the
-  buffer has to be zeroed before and converted after.
+- With REDUCE, `keys_kernel` adds its share of dQ to an fp32 buffer (TMA reduction), in any order or in a fixed one
+  (`kernels_hopper_shares.py`): five products, and the buffer has to be zeroed before and converted after.
 
 One warp copies; PARTS consumers multiply, each for ROWS rows of the tile. A tile's rows are the rows of every product, so that P
 and dS leave the tensor cores in the registers in which they return as left operands. A single consumer lets the last product of a
@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of
+from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of, near_heads
 from thdops.ops.attention_thd.kernels_hopper_keys import keys_kernel
 from thdops.ops.attention_thd.kernels_hopper_queries import queries_kernel
 from thdops.ops.launch import Launch, multiprocessors
@@ -64,11 +64,12 @@ _QUERIES = {
     (128, 128): _Plan(64, 1, 64, 2, 4, 2, 128),
     (192, 128): _Plan(128, 2, 64, 2, 4),
 }
-# With the reduction, where that was the faster way to dQ: tiles as above.
+# With the reduction, where that was the faster way to dQ: tiles as above. In order for a single consumer only.
 _REDUCED = {
     (64, 64): _Plan(128, 2, 64, 3, 4),
     (128, 128): _Plan(128, 1, 64, 2, 8),
 }
+_REDUCED_IN_ORDER = {(128, 128)}
 
 
 def serves(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
@@ -81,49 +82,63 @@ def tile_rows(d_qk: int, d_v: int) -> tuple[int, int]:
     return _QUERIES[d_qk, d_v].rows, _KEYS[d_qk, d_v].rows
 
 
-def reduces(d_qk: int, d_v: int) -> bool:
-    """Whether `Keys` had better be given the fp32 sums for dQ, where any order of adding will do."""
-    return (d_qk, d_v) in _REDUCED
+def reduces(d_qk: int, d_v: int, ordered: bool) -> bool:
+    """Whether `Keys` had better be given the fp32 sums for dQ, to be added to in any order or in a fixed one."""
+    return (d_qk, d_v) in (_REDUCED_IN_ORDER if ordered else _REDUCED)
+
+
+def turns_a_head(d_qk: int, d_v: int, rows: int, sequences: int) -> int:
+    """Counts of a query head for adding in order: one of each block of queries; every segment of rows may end in a part of one."""
+    return rows // _REDUCED[d_qk, d_v].block + sequences + 2
 
 
 class Keys:
     """dk and dv [Tk, Hkv, D], planned for tensors that `serves` takes; zeros on padding rows.
 
+    mean: rows of q that a sequence has on the average; only the order of work follows from it.
     left, right: rows of the window on either side of the diagonal, -1 for all of them. adds: gradients are added to what stands in
-    the rows of tiles, fp32. reduces: there will be `sums`.
+    the rows of tiles, fp32. reduces: there will be `sums`. turns: `turns_a_head` if they are added to in order.
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, left: int, right: int, scale: float, adds: bool, reduces: bool
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, mean: float, left: int, right: int, scale: float, adds: bool,
+        reduces: bool, turns: int,
+    ) -> None:  # fmt: skip
         shape = (q.shape[2], v.shape[2])
         plan = (_REDUCED if reduces else _KEYS)[shape]
         self._operands = _Operands(q, k, v, do, plan.block, plan.rows // plan.parts)
         self._sums = box_of(meta(*q.shape, dtype=torch.float32), plan.block, q.shape[2])
         constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, int(reduces), int(adds))
-        self._launch = _launch(keys_kernel, plan, q, (k.shape[1], q.shape[1] // k.shape[1], left, right, scale), constexprs)
+        group = q.shape[1] // k.shape[1]
+        near = near_heads(k.shape[1], mean * group * (q.shape[2] + v.shape[2]) * 2)
+        self._launch = _launch(keys_kernel, plan, q, (turns, k.shape[1], near, group, left, right, scale), constexprs)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
-        tiles: Tensor, counts: Tensor, sums: Tensor | None = None,
+        tiles: Tensor, counts: Tensor, sums: Tensor | None = None, turns: Tensor | None = None,
     ) -> None:  # fmt: skip
         """lse and delta = rowsum(dO * O) - dLSE: fp32 [Hq, Tq], contiguous. Tiles of `tile_rows` rows each, the work counter zero.
-        sums: fp32 [Tq, Hq, Dqk], to which dq / scale is added on the way to dk and dv.
+        sums: fp32 [Tq, Hq, Dqk], to which dq / scale is added on the way to dk and dv; turns: int32 [Hq, `turns_a_head`], zeros, if
+        that is done in a fixed order.
         """
         descs = self._operands(q, k, v, do)
         added = descs[0] if sums is None else Boxes(sums, *self._sums)
-        self._launch(*descs, added, *self._operands.columns, lse, delta, dk, dv, q.shape[0], tiles, counts)
+        self._launch(*descs, added, turns, *self._operands.columns, lse, delta, dk, dv, q.shape[0], tiles, counts)
 
 
 class Queries:
-    """dq [Tq, Hq, D]: as `Keys`."""
+    """dq [Tq, Hq, D]: as `Keys`, but that `mean` is of rows of k."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, left: int, right: int, scale: float, adds: bool) -> None:
+    def __init__(
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, mean: float, left: int, right: int, scale: float, adds: bool
+    ) -> None:
         shape = (q.shape[2], v.shape[2])
         plan = _QUERIES[shape]
         self._operands = _Operands(q, k, v, do, plan.rows // plan.parts, plan.block)
         constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, int(adds))
-        self._launch = _launch(queries_kernel, plan, q, (q.shape[1], q.shape[1] // k.shape[1], left, right, scale), constexprs)
+        group = q.shape[1] // k.shape[1]
+        near = near_heads(k.shape[1], mean * (q.shape[2] + v.shape[2]) * 2)
+        self._launch = _launch(queries_kernel, plan, q, (q.shape[1], near * group, group, left, right, scale), constexprs)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tiles: Tensor, counts: Tensor

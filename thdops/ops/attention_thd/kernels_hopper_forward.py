@@ -22,7 +22,17 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, LN2, LOG2E, Boxes, addressable, box_of, store_zeros
+from thdops.ops.attention_thd.kernels_hopper_common import (
+    ELEMENT,
+    LN2,
+    LOG2E,
+    Boxes,
+    addressable,
+    box_of,
+    near_heads,
+    place_of,
+    store_zeros,
+)
 from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, store_fp32, store_out
 from thdops.ops.attention_thd.kernels_hopper_rings import FIELDS, load_boxes, make_ring, publish, receive, skip
 from thdops.ops.attention_thd.kernels_hopper_softmax import attend, finish
@@ -34,15 +44,16 @@ from thdops.ops.launch import Launch, multiprocessors
 
 
 @gluon.jit
-def produce(q, k, v, q_ring, k_ring, v_ring, fields, tiles, counts, heads, group, head_strides, left, right, plan):
+def produce(q, k, v, q_ring, k_ring, v_ring, fields, tiles, counts, heads, head_strides, left, right, plan):
     q_head, k_head, v_head = head_strides
-    total = gl.load(counts) * heads
+    entries = gl.load(counts)
+    all_heads, near, group = heads
     work = gl.program_id(0)
     n = 0  # tiles
     it = 0  # blocks
-    while work < total:
-        tile = tiles + (work // heads).to(gl.int64) * 8
-        head = work % heads
+    while work < entries * all_heads:
+        index, head = place_of(work, entries, heads)
+        tile = tiles + index.to(gl.int64) * 8
         row = gl.load(tile)
         rows = gl.load(tile + 1)
         valid = gl.load(tile + 2)
@@ -155,10 +166,10 @@ def _clear_tile(args, plan, GROUP: gl.constexpr, tile):
 
 
 @gluon.jit(
-    do_not_specialize=["heads", "group", "q_head", "k_head", "v_head", "out_row", "out_head", "lse_head", "left", "right"],
+    do_not_specialize=["heads", "near", "group", "q_head", "k_head", "v_head", "out_row", "out_head", "lse_head", "left", "right"],
 )
 def attention_forward(
-    q, k, v, tiles, counts, found, unit, out, lse, sink, heads, group, q_head, k_head, v_head, out_row, out_head, lse_head,
+    q, k, v, tiles, counts, found, unit, out, lse, sink, heads, near, group, q_head, k_head, v_head, out_row, out_head, lse_head,
     left, right, scale, softcap,
     GROUPS: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTMAX: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -177,7 +188,7 @@ def attention_forward(
     before = () if found is None else (found,)
     heads_in = (q_head, k_head, v_head)
     heads_out = (out_row, out_head, lse_head)
-    load = (q, k, v, q_ring, k_ring, v_ring, fields, tiles, counts, heads, group, heads_in, left, right, plan)
+    load = (q, k, v, q_ring, k_ring, v_ring, fields, tiles, counts, (heads, near, group), heads_in, left, right, plan)
     args = (
         q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, heads_out, left, right,
         scale.to(gl.float32), softcap.to(gl.float32),
@@ -247,17 +258,20 @@ class Forward:
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, shape: Shape,
-        left: int, right: int, scale: float, softcap: float, softmax: str,
+        mean: float, left: int, right: int, scale: float, softcap: float, softmax: str,
     ) -> None:  # fmt: skip
         """
         Args:
             shape: one of `shape_of`.
+            mean: rows of k that a sequence has on the average; only the order of work follows from it.
             left, right: keys on each side of the diagonal that a row sees, -1 unbounded; causal is right = 0.
             softcap: 0.0 is none.
             softmax: "vanilla", "off_by_one" or "sink".
         """
         self._boxes = (box_of(q, ROWS.value, CHUNK.value), box_of(k, shape.keys, CHUNK.value), box_of(v, shape.keys, v.shape[2]))
-        heads = (q.shape[1], q.shape[1] // k.shape[1])
+        group = q.shape[1] // k.shape[1]
+        near = near_heads(k.shape[1], mean * (q.shape[2] + v.shape[2]) * 2)
+        heads = (q.shape[1], near * group, group)
         strides = (q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), lse.stride(0))
         self._launch = Launch(
             attention_forward,

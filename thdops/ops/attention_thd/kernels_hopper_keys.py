@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from thdops.ops.attention_thd.kernels_hopper_common import LOG2E
 from thdops.ops.attention_thd.kernels_hopper_memory import (
     barriers,
-    buffer,
     buffers,
     chunks_of,
     clear,
@@ -27,18 +26,21 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
     rows_of_fp32,
     store,
 )
-from thdops.ops.attention_thd.kernels_hopper_names import async_atomic_add, barrier
+from thdops.ops.attention_thd.kernels_hopper_names import barrier
 from thdops.ops.attention_thd.kernels_hopper_products import as_running, dot, dot_transposed, wait, zeros
-from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_hidden, post, take, tile_at, zero_hidden
+from thdops.ops.attention_thd.kernels_hopper_shares import add_in_order, first_step, hand_over, make_shares, next_step, start_share
+from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_hidden, key_place, post, take, tile_at, zero_hidden
 
 
 @gluon.jit
-def _keys_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
+def _keys_producer(
+    args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr
+):  # fmt: skip
     descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars = args
     q_desc, k_desc, v_desc, do_desc = descs
     q_head, k_head, v_head, do_head = columns
     tiles, counts, mail, mail_full, mail_empty = work
-    kv_heads, group = heads
+    kv_heads, near, group = heads
     left, right = window
     q, k, v, do = operands
     lse_s, delta_s = terms
@@ -57,75 +59,40 @@ def _keys_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constex
     while item < entries * kv_heads:
         post(work, turn, item)
         turn += 1
-        head = item % kv_heads
-        row, rows, valid, other_row, others, position = tile_at(tiles, entries - 1 - item // kv_heads)
-        first, blocks = blocks_met(position, valid, others, right, left, BLOCK_Q, RIGHT, LEFT)
+        index, head = key_place(item, entries, heads)
+        row, rows, valid, other_row, others, position = tile_at(tiles, index)
+        first, blocks = blocks_met(position, valid, others, right, left, BLOCK_Q, RIGHT, LEFT, ORDERED)
         if blocks > 0:
             mbarrier.wait(kv_empty, (loaded & 1) ^ 1)
             mbarrier.expect(kv_full, KV_BYTES)
             copy_tile(k_desc, k, kv_full, row, head * k_head)
             copy_tile(v_desc, v, kv_full, row, head * v_head)
             loaded += 1
-            for g in range(group):
+            g, i = first_step(first, blocks, BLOCK_Q, ORDERED)
+            for _ in range(group * blocks):
                 h = head * group + g
                 at = h.to(gl.int64) * tq + other_row
-                for b in range(blocks):
-                    i = first + b * BLOCK_Q
-                    inside = i + offsets < others
-                    lse_b = gl.load(lse + at + i + offsets, mask=inside, other=0.0) * LOG2E
-                    delta_b = gl.load(delta + at + i + offsets, mask=inside, other=0.0)
-                    slot = n % STAGES
-                    mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
-                    lse_s.index(slot).store(lse_b)
-                    delta_s.index(slot).store(delta_b)
-                    barrier()
-                    mbarrier.expect(full.index(slot), BYTES)
-                    copy(q_desc, q, slot, full.index(slot), other_row + i, h * q_head)
-                    copy(do_desc, do, slot, full.index(slot), other_row + i, h * do_head)
-                    n += 1
+                inside = i + offsets < others
+                lse_b = gl.load(lse + at + i + offsets, mask=inside, other=0.0) * LOG2E
+                delta_b = gl.load(delta + at + i + offsets, mask=inside, other=0.0)
+                slot = n % STAGES
+                mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+                lse_s.index(slot).store(lse_b)
+                delta_s.index(slot).store(delta_b)
+                barrier()
+                mbarrier.expect(full.index(slot), BYTES)
+                copy(q_desc, q, slot, full.index(slot), other_row + i, h * q_head)
+                copy(do_desc, do, slot, full.index(slot), other_row + i, h * do_head)
+                n += 1
+                g, i = next_step(g, i, group, first, blocks, BLOCK_Q, ORDERED)
         item = gl.atomic_add(counts + 1, 1)
     post(work, turn, item)
 
 
 @gluon.jit
-def _share(dq_desc, k, q, REDUCE: gl.constexpr):
-    """What a consumer reduces dQ with: the descriptor of the buffer, two shares on their way, and dS^T in shared memory."""
-    if REDUCE:
-        shape: gl.constexpr = [k[0].shape[1], q[0].shape[1]]
-        layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, k[0].dtype)
-        return dq_desc, buffer(dq_desc, 2), gl.allocate_shared_memory(k[0].dtype, shape, layout)
-    else:
-        return ()
-
-
-@gluon.jit
-def _dq_share(ds_s, k):
-    """Start dS K [BLOCK_Q, D] of one tile of keys; shared memory holds dS^T."""
-    rows: gl.constexpr = ds_s.shape[1]
-    columns: gl.constexpr = k.shape[1]
-    ALONG: gl.constexpr = gl.num_warps() if rows >= 16 * gl.num_warps() else rows // 16
-    ACROSS: gl.constexpr = gl.num_warps() // ALONG
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [ALONG, ACROSS], [16, columns // ACROSS, 16])
-    zero = gl.zeros([rows, columns], gl.float32, layout)
-    return warpgroup_mma(ds_s.permute((1, 0)), k, zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _add_dq(dq, valid, dq_desc, dq_s, row, column):
-    """Start adding [BLOCK_Q, D] to the buffer; rows from `valid` on are another sequence's and get zeros."""
-    if valid < dq.shape[0]:
-        r = gl.arange(0, dq.shape[0], gl.SliceLayout(1, dq.type.layout))
-        dq = gl.where((r < valid)[:, None], dq, 0.0)
-    dq_s.store(dq)
-    fence_async_shared()
-    barrier()
-    async_atomic_add(dq_desc, [row, column], dq_s)
-
-
-@gluon.jit
 def _keys_block(
-    part: gl.constexpr, dk, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, taken, start,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr, REDUCE: gl.constexpr,
+    part: gl.constexpr, dk, dv, shares, dq_at, i, tile, window, scale, operands, terms, empty, n, taken, start,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr, REDUCE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Take block n of queries, from row i on, into dK and dV. Shares of dQ take turns by how many were `taken`: of blocks that this
     consumer does not see there are none.
@@ -166,15 +133,16 @@ def _keys_block(
         dv = dot(p.to(dtype), do, slot, dv)
     ds = ds.to(dtype)
     if REDUCE:
-        dq_desc, dq_s, ds_s = share
+        ds_s = shares[2]
         ds_s.store(ds)
-        tma.store_wait(dq_s.shape[0] - 1)  # the oldest share has been read
+        if not ORDERED:
+            tma.store_wait(1)  # the older share has been read
         fence_async_shared()
         barrier()
-        dq = _dq_share(ds_s, k[0].index(part))
+        dq = start_share(ds_s, k[0].index(part))
         dk = dot(ds, q, slot, dk)
         dq = warpgroup_mma_wait(len(k), deps=(dq,))
-        _add_dq(dq, others - i, dq_desc, dq_s.index(taken % dq_s.shape[0]), dq_at[0], dq_at[1])
+        hand_over(dq, others - i, shares, taken, dq_at[0], dq_at[1], ORDERED)
     else:
         dk = dot(ds, q, slot, dk)
     dv = wait(dv, len(k))
@@ -186,11 +154,12 @@ def _keys_block(
 @gluon.jit
 def _keys_consumer(
     part: gl.constexpr, args,
-    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, REDUCE: gl.constexpr, ADDS: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, REDUCE: gl.constexpr, ORDERED: gl.constexpr,
+    ADDS: gl.constexpr,
 ):  # fmt: skip
-    dk_out, dv_out, share, work, heads, window, scale, operands, terms, tile_bars, block_bars, clean = args
+    dk_out, dv_out, shares, work, heads, window, scale, operands, terms, tile_bars, block_bars, clean = args
     tiles, counts, mail, mail_full, mail_empty = work
-    kv_heads, group = heads
+    kv_heads, near, group = heads
     left, right = window
     q, k, v, do = operands
     kv_full, kv_empty = tile_bars
@@ -209,10 +178,9 @@ def _keys_consumer(
     item = take(work, turn)
     while item < entries * kv_heads:
         turn += 1
-        head = item % kv_heads
-        # From the end: under a causal mask, a sequence's last keys are seen by few, and light work should come last.
-        row, rows, valid, other_row, others, position = tile_at(tiles, entries - 1 - item // kv_heads)
-        first, blocks = blocks_met(position, valid, others, right, left, BLOCK_Q, RIGHT, LEFT)
+        index, head = key_place(item, entries, heads)
+        row, rows, valid, other_row, others, position = tile_at(tiles, index)
+        first, blocks = blocks_met(position, valid, others, right, left, BLOCK_Q, RIGHT, LEFT, ORDERED)
         row += part * ROWS
         rows -= part * ROWS
         valid -= part * ROWS
@@ -226,30 +194,30 @@ def _keys_consumer(
                 clear(k, part, valid)
             start = n
             running = as_running(dk) if RUNS_ON else dk
-            for g in range(group):
-                for b in range(blocks):
-                    i = first + b * BLOCK_Q
-                    mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
-                    if i + BLOCK_Q > others:
-                        clear_shared(q, do, n % STAGES, others - i, part, PARTS, clean, cleared)
-                        cleared += 1
-                    dq_at = (other_row + i, (head * group + g) * D_QK)
-                    tile = (position, valid, others)
-                    if RUNS_ON:
+            g, i = first_step(first, blocks, BLOCK_Q, ORDERED)
+            for _ in range(group * blocks):
+                mbarrier.wait(full.index(n % STAGES), (n // STAGES) & 1)
+                if i + BLOCK_Q > others:
+                    clear_shared(q, do, n % STAGES, others - i, part, PARTS, clean, cleared)
+                    cleared += 1
+                dq_at = (other_row + i, (head * group + g) * D_QK)
+                tile = (position, valid, others)
+                if RUNS_ON:
+                    running, dv = _keys_block(
+                        part, running, dv, shares, dq_at, i, tile, window, scale, operands, terms, empty, n, n, start,
+                        LEFT, RIGHT, RUNS_ON, REDUCE, ORDERED,
+                    )  # fmt: skip
+                else:
+                    if not is_hidden(i, position, valid, right, left, ROWS, BLOCK_Q, RIGHT, LEFT):
                         running, dv = _keys_block(
-                            part, running, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, n, start,
-                            LEFT, RIGHT, RUNS_ON, REDUCE,
+                            part, running, dv, shares, dq_at, i, tile, window, scale, operands, terms, empty, n, taken, start,
+                            LEFT, RIGHT, RUNS_ON, REDUCE, ORDERED,
                         )  # fmt: skip
-                    else:
-                        if not is_hidden(i, position, valid, right, left, ROWS, BLOCK_Q, RIGHT, LEFT):
-                            running, dv = _keys_block(
-                                part, running, dv, share, dq_at, i, tile, window, scale, operands, terms, empty, n, taken, start,
-                                LEFT, RIGHT, RUNS_ON, REDUCE,
-                            )  # fmt: skip
-                            taken += 1
-                        barrier()
-                        mbarrier.arrive(empty.index(n % STAGES), count=1)
-                    n += 1
+                        taken += 1
+                    barrier()
+                    mbarrier.arrive(empty.index(n % STAGES), count=1)
+                n += 1
+                g, i = next_step(g, i, group, first, blocks, BLOCK_Q, ORDERED)
             if RUNS_ON:
                 dk = wait(running, 0)
                 barrier()
@@ -263,18 +231,23 @@ def _keys_consumer(
             clear_rows(dk_out + head * D_QK, row, rows, kv_heads * D_QK, k)
             clear_rows(dv_out + head * D_V, row, rows, kv_heads * D_V, v)
         item = take(work, turn)
-    if REDUCE:
+    if REDUCE and not ORDERED:
         tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "kv_heads", "group", "left", "right"])
+@gluon.jit(
+    do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "turns_a_head", "kv_heads", "near", "group", "left", "right"]
+)
 def keys_kernel(
-    q0, q1, k0, k1, v0, v1, do0, do1, dq_desc, q_head, k_head, v_head, do_head, lse, delta, dk, dv, tq, tiles, counts,
-    kv_heads, group, left, right, scale,
+    q0, q1, k0, k1, v0, v1, do0, do1, dq_desc, turns, q_head, k_head, v_head, do_head, lse, delta, dk, dv, tq, tiles, counts,
+    turns_a_head, kv_heads, near, group, left, right, scale,
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     REDUCE: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of the key tiles of every key head; with REDUCE, their shares of dQ too. ADDS: onto what dk and dv hold."""
+    """dK and dV of the key tiles of every key head; with REDUCE, their shares of dQ too, in a fixed order if there are `turns`.
+    ADDS: onto what dk and dv hold.
+    """
+    ORDERED: gl.constexpr = turns is not None
     descs = (chunks_of(q0, q1), chunks_of(k0, k1), chunks_of(v0, v1), chunks_of(do0, do1))
     columns = (q_head, k_head, v_head, do_head)
     q = buffers(descs[0], STAGES)
@@ -284,34 +257,44 @@ def keys_kernel(
     operands = (q, k, v, do)
     BLOCK_Q: gl.constexpr = q[0].shape[1]
     terms = (rows_of_fp32(STAGES, BLOCK_Q), rows_of_fp32(STAGES, BLOCK_Q))
-    share = _share(dq_desc, k, q, REDUCE)
-    heads = (kv_heads, group)
+    heads = (kv_heads, near, group)
     window = (left, right)
-    work = (tiles, counts, mailbox(), barriers(2, 1), barriers(2, PARTS))
+    work = (tiles, counts, mailbox(), barriers(2, 1), barriers(2, PARTS + (1 if ORDERED else 0)))
     tile_bars = (barriers(1, 1).index(0), barriers(1, PARTS).index(0))
     block_bars = (barriers(STAGES, 1), barriers(STAGES, PARTS))
     clean = meeting(PARTS)
+    both = (work, heads, window, scale, operands, terms, tile_bars, block_bars, clean)
+    first = (dk, dv, make_shares(dq_desc, k, q, REDUCE, ORDERED)) + both
+    second = (dk, dv, make_shares(dq_desc, k, q, REDUCE and PARTS > 1, False)) + both
     fence_async_shared()
     barrier()
     load = (descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars)
-    both = (work, heads, window, scale, operands, terms, tile_bars, block_bars, clean)
-    first = (dk, dv, share) + both
-    if PARTS == 1:
+    if ORDERED:  # has one consumer
+        ROWS: gl.constexpr = k[0].shape[1]
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, REDUCE, ADDS)),
-                (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, REDUCE, ORDERED, ADDS)),
+                (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
+                (add_in_order, (first[2], turns, turns_a_head, work, heads, window, D_QK, ROWS, LEFT, RIGHT)),
+            ],
+            [1, 1],
+            [24, 24],
+        )
+    elif PARTS == 1:
+        gl.warp_specialize(
+            [
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, REDUCE, ORDERED, ADDS)),
+                (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
             ],
             [1],
             [24],
         )
     else:
-        second = (dk, dv, _share(dq_desc, k, q, REDUCE)) + both
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, REDUCE, ADDS)),
-                (_keys_consumer, (gl.constexpr(1), second, D_QK, D_V, LEFT, RIGHT, REDUCE, ADDS)),
-                (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(1), second, D_QK, D_V, LEFT, RIGHT, REDUCE, ORDERED, ADDS)),
+                (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
             ],
             [4, 1],
             [240, 24],

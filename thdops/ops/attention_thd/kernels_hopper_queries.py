@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
 
-from thdops.ops.attention_thd.kernels_hopper_common import LOG2E
+from thdops.ops.attention_thd.kernels_hopper_common import LOG2E, place_of
 from thdops.ops.attention_thd.kernels_hopper_memory import (
     barriers,
     buffers,
@@ -30,11 +30,11 @@ from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_
 
 @gluon.jit
 def _queries_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    descs, columns, work, all_heads, window, operands, tile_bars, block_bars = args
+    descs, columns, work, heads, window, operands, tile_bars, block_bars = args
     q_desc, k_desc, v_desc, do_desc = descs
     q_head, k_head, v_head, do_head = columns
     tiles, counts, mail, mail_full, mail_empty = work
-    heads, group = all_heads
+    all_heads, near, group = heads
     left, right = window
     q, k, v, do = operands
     q_full, q_empty = tile_bars
@@ -43,16 +43,16 @@ def _queries_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.cons
     STAGES: gl.constexpr = k[0].shape[0]
     Q_BYTES: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 * (D_QK + D_V)
     BYTES: gl.constexpr = BLOCK_K * 2 * (D_QK + D_V)
-    total = gl.load(counts) * heads
+    entries = gl.load(counts)
     item = gl.atomic_add(counts + 1, 1)
     turn = 0
     n = 0
     loaded = 0
-    while item < total:
+    while item < entries * all_heads:
         post(work, turn, item)
         turn += 1
-        head = item % heads
-        row, rows, valid, other_row, others, position = tile_at(tiles, item // heads)
+        index, head = place_of(item, entries, heads)
+        row, rows, valid, other_row, others, position = tile_at(tiles, index)
         first, blocks = blocks_met(position, valid, others, left, right, BLOCK_K, LEFT, RIGHT)
         if blocks > 0:
             mbarrier.wait(q_empty, (loaded & 1) ^ 1)
@@ -113,6 +113,7 @@ def _queries_consumer(
 ):  # fmt: skip
     dq_out, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars, clean = args
     tiles, counts, mail, mail_full, mail_empty = work
+    all_heads, near, group = heads
     left, right = window
     q, k, v, do = operands
     q_full, q_empty = tile_bars
@@ -124,16 +125,16 @@ def _queries_consumer(
     RUNS_ON: gl.constexpr = PARTS == 1
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
     r = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-    total = gl.load(counts) * heads
+    entries = gl.load(counts)
     turn = 0
     n = 0
     loaded = 0
     cleared = 0
     item = take(work, turn)
-    while item < total:
+    while item < entries * all_heads:
         turn += 1
-        head = item % heads
-        row, rows, valid, other_row, others, position = tile_at(tiles, item // heads)
+        index, head = place_of(item, entries, heads)
+        row, rows, valid, other_row, others, position = tile_at(tiles, index)
         first, blocks = blocks_met(position, valid, others, left, right, BLOCK_K, LEFT, RIGHT)
         row += part * ROWS
         rows -= part * ROWS
@@ -174,16 +175,16 @@ def _queries_consumer(
             else:
                 dq = running
             mbarrier.arrive(q_empty, count=1)
-            store(dq, dq_out + head * D_QK, row, rows, valid, heads * D_QK, scale, ADDS)
+            store(dq, dq_out + head * D_QK, row, rows, valid, all_heads * D_QK, scale, ADDS)
         elif not ADDS:
-            clear_rows(dq_out + head * D_QK, row, rows, heads * D_QK, q)
+            clear_rows(dq_out + head * D_QK, row, rows, all_heads * D_QK, q)
         item = take(work, turn)
 
 
-@gluon.jit(do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "heads", "group", "left", "right"])
+@gluon.jit(do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "heads", "near", "group", "left", "right"])
 def queries_kernel(
     q0, q1, k0, k1, v0, v1, do0, do1, q_head, k_head, v_head, do_head, lse, delta, dq, tq, tiles, counts,
-    heads, group, left, right, scale,
+    heads, near, group, left, right, scale,
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     ADDS: gl.constexpr,
 ):  # fmt: skip
@@ -198,8 +199,8 @@ def queries_kernel(
     clean = meeting(PARTS)
     fence_async_shared()
     barrier()
-    load = (descs, columns, work, (heads, group), window, operands, tile_bars, block_bars)
-    args = (dq, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars, clean)
+    load = (descs, columns, work, (heads, near, group), window, operands, tile_bars, block_bars)
+    args = (dq, lse, delta, tq, work, (heads, near, group), window, scale, operands, tile_bars, block_bars, clean)
     if PARTS == 1:
         gl.warp_specialize(
             [

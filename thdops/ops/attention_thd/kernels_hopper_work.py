@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from thdops.ops.attention_thd.kernels_hopper_common import place_of
 from thdops.ops.attention_thd.kernels_hopper_names import barrier
 
 # --- items -----------------------------------------------------------------------------------------------------------------------
@@ -39,6 +40,15 @@ def take(work, turn):
 
 
 @gluon.jit
+def key_place(item, entries, heads):
+    """`place_of` for tiles of keys: from the end of the table, for under a causal mask a sequence's last keys are seen by few, and
+    light work should come last.
+    """
+    index, head = place_of(item, entries, heads)
+    return entries - 1 - index, head
+
+
+@gluon.jit
 def tile_at(tiles, index):
     """(row, rows, valid, other_row, others, position) of a tile; `kernels_tiles.py` says what they are."""
     entry = tiles + index.to(gl.int64) * 8
@@ -49,9 +59,14 @@ def tile_at(tiles, index):
 
 
 @gluon.jit
-def blocks_met(position, valid, others, before, after, BLOCK: gl.constexpr, BEFORE: gl.constexpr, AFTER: gl.constexpr):
-    """First row and number of the blocks of the other side that any row of a tile meets."""
+def blocks_met(
+    position, valid, others, before, after, BLOCK: gl.constexpr, BEFORE: gl.constexpr, AFTER: gl.constexpr,
+    ALIGNED: gl.constexpr = False,
+):  # fmt: skip
+    """First row and number of the blocks of the other side that any row of a tile meets; ALIGNED: blocks that all tiles share."""
     first = gl.maximum(position - before, 0) if BEFORE else position * 0
+    if ALIGNED:
+        first = first // BLOCK * BLOCK
     last = gl.minimum(position + valid + after, others) if AFTER else others
     return first, gl.where(valid > 0, (gl.maximum(last - first, 0) + BLOCK - 1) // BLOCK, 0)
 

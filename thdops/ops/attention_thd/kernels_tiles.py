@@ -12,6 +12,8 @@ A tile is 8 integers:
     3 other_row  the first row of its sequence in y
     4 others     valid rows of its sequence in y
     5 position   where its first row stands among y's rows: row r sees j with position + r - left <= j <= position + r + right
+    6 block      how many tiles of its segment come before it
+    7 segment    the number of its segment
 A table may be of fewer rows of x: of valid ones alone, or of valid ones of sequences that have valid rows in y too. Then a kernel
 leaves all other rows as they are.
 Within a sequence tiles come last block first: under a causal mask those are the heavy ones, and light ones fill up the end. `few`:
@@ -142,6 +144,7 @@ def tile_table_kernel(
     end = tl.zeros([TILES], tl.int32)
     valid = tl.zeros([TILES], tl.int32)
     last = tl.zeros([TILES], tl.int32)  # the number behind the segment's tiles
+    segments = tl.zeros([TILES], tl.int32)
     other_row = tl.zeros([TILES], tl.int32)
     others = tl.zeros([TILES], tl.int32)
 
@@ -167,6 +170,7 @@ def tile_table_kernel(
             end += tl.sum(tl.where(own, ends[None, :], 0), 1)
             valid += tl.sum(tl.where(own, valids[None, :], 0), 1)
             last += tl.sum(tl.where(own, behind[None, :], 0), 1)
+            segments += tl.sum(tl.where(own, segment[None, :], 0), 1)
             other_row += tl.sum(tl.where(own, starts_y[None, :], 0), 1)
             others += tl.sum(tl.where(own, valids_y[None, :], 0), 1)
         if SPREADS:
@@ -204,6 +208,8 @@ def tile_table_kernel(
     tl.store(entry + 3, other_row, mask=kept)
     tl.store(entry + 4, others, mask=kept)
     tl.store(entry + 5, position, mask=kept)
+    tl.store(entry + 6, block, mask=kept)
+    tl.store(entry + 7, segments, mask=kept)
     if tl.program_id(0) == 0:
         two = tl.arange(0, 2)
         totals = tl.where(two == 0, total, 0)
