@@ -178,6 +178,26 @@ def test_planning_copies_an_operand_no_more_than_a_call_does(monkeypatch: pytest
 
 
 @pytest.mark.skipif(CUDA or why_not() != "", reason=why_not() or "launches are intercepted on CPU tensors")
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (192, 128)], ids=str)
+def test_no_sequence_is_planned_on_hopper(dims: tuple[int, int], deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All rows are padding, and are launched as such: nothing is divided by the number of sequences."""
+    from thdops.ops.attention_thd import kernels
+    from thdops.ops.launch import intercept
+
+    monkeypatch.setattr(kernels, "is_hopper", lambda device_index: True)
+    q, k, v, out = (
+        torch.zeros(128, heads, d, dtype=torch.bfloat16) for heads, d in ((4, dims[0]), (2, dims[0]), (2, dims[1]), (4, dims[1]))
+    )
+    call = attention_op._call(q, k, v, torch.zeros(1, dtype=torch.int32), causal=True, deterministic=deterministic)
+    launched: list[str] = []
+    with intercept(lambda kernel, *_: launched.append(kernel.__name__)):
+        backends.attention(*call)
+        backends.attention_grad(out, None, *call[:3], out, torch.zeros(4, 128), *call[3:19])
+    assert {"attention_forward", "delta_kernel", "keys_kernel"} <= set(launched)
+
+
+@pytest.mark.skipif(CUDA or why_not() != "", reason=why_not() or "launches are intercepted on CPU tensors")
 def test_launches_depend_on_shapes_alone() -> None:
     """Cases 2 and 16: offsets in one tensor or in two, and hundreds of empty sequences, are launched as any others."""
     from thdops.ops.launch import intercept

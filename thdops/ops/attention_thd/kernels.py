@@ -100,7 +100,7 @@ class _Attend:
                 lengths = ("long",) if found.unit is not None else _lengths(call)  # of a section, whatever its length
                 shapes = {hopper.shape_of(q, v, *_window(call), length == "short"): length for length in lengths}
                 looks = len(shapes) > 1
-                mean = k.shape[0] / _sequences(call)
+                mean = _mean_rows(k, call)
                 for shape, length in shapes.items():
                     tiles = _query_tiles(call, shape.rows, found.owned, looks)
                     how = mean, *_window(call), call.scale, call.softcap, softmax
@@ -262,7 +262,7 @@ class _GradQueries:
         self.table = _query_tiles(call, _queries_rows(call, grad_out), "met" if adds else "all")
         hopper = _hopper_backward(call, grad_out)
         if hopper is not None:
-            self._kernel: Any = hopper.Queries(q, k, v, grad_out, k.shape[0] / _sequences(call), *_window(call), call.scale, adds)
+            self._kernel: Any = hopper.Queries(q, k, v, grad_out, _mean_rows(k, call), *_window(call), call.scale, adds)
             return
         blocks = _queries_blocks(call)
         unit, *strides = _strides(q, k, v, grad_out)
@@ -301,7 +301,7 @@ class _GradKeys:
         self.table = _key_tiles(call, rows, "met" if adds else "all", looks)
         if hopper is not None:
             turns = _turns(call, reduces)
-            mean = q.shape[0] / _sequences(call)
+            mean = _mean_rows(q, call)
             self._kernel: Any = hopper.Keys(q, k, v, grad_out, mean, *_window(call), call.scale, adds, reduces, turns)
             return
         # Seen from a key, queries stand on the other side of the diagonal.
@@ -427,6 +427,11 @@ def _sides(call: Call | GradCall) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, 
 
 def _sequences(call: Call | GradCall) -> int:
     return call.cu_seqlens_q.shape[0] - 1
+
+
+def _mean_rows(x: Tensor, call: Call | GradCall) -> float:
+    """Of a sequence on one side; there may be no sequence."""
+    return x.shape[0] / max(_sequences(call), 1)
 
 
 def _query_tiles(call: Call | GradCall, block: int, owned: str = "all", looks: bool = False) -> TileTable:
