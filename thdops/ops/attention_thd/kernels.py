@@ -229,6 +229,7 @@ class _AttentionUpstream:
 
 
 def _upstream(call: GradCall, dsink: Tensor, reduces: bool) -> _AttentionUpstream:
+    reduces = reduces and not call.deterministic  # each section of the keys would need turns of its own
     return _AttentionUpstream(call, reduces and _may_reduce(call, _grad_out(call)) and _lengths(call) == ("long",))
 
 
