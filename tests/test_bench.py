@@ -530,7 +530,7 @@ def test_rows_of_ranks_arrive_and_a_process_that_failed_is_a_failed_row(
     [
         ((10.0, 8.0, 4.0), "50% of the exchanges hidden"),
         ((8.0, 8.0, 4.0), "100% of the exchanges hidden"),
-        ((14.0, 8.0, 4.0), "-50% of the exchanges hidden"),
+        ((14.0, 8.0, 4.0), "longer than steps and exchanges one after the other"),
         ((8.0, 8.2, 0.8), "100% of the exchanges hidden"),
         ((8.0, 12.0, 4.0), "times are too noisy to tell what is hidden"),
         ((10.0, 8.0, 0.4), "exchanges are under 5% of it"),

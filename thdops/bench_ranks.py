@@ -226,6 +226,8 @@ def hidden(together: float, steps: float, exchanges: float | None) -> str:
         return f"exchanges are under {_LITTLE:.0%} of it"
     if steps > (1 + _LITTLE) * together:
         return "times are too noisy to tell what is hidden"
+    if together > steps + exchanges:
+        return "longer than steps and exchanges one after the other"
     return f"{min(1, (steps + exchanges - together) / exchanges):.0%} of the exchanges hidden"
 
 
