@@ -14,11 +14,18 @@ from torch import Tensor
 
 import thdops
 from meta_kernels.attention_thd import HINTED
+from thdops.ops.attention_thd import backends
 from thdops.ops.layouts import prefix_sums
 
 CPU = torch.device("cpu")
 DETERMINISTIC: Any = torch.utils.deterministic  # `fill_uninitialized_memory` is a property of the module: unknown to type checkers
 DEVICES = [pytest.param("cpu", id="reference"), pytest.param("cuda", id="native", marks=pytest.mark.gpu)]
+
+
+def forget_plans(patch: pytest.MonkeyPatch) -> None:
+    """Those of the op, which hold blocks, the choice of kernels and the order of heads."""
+    for plans in (backends._plans, backends._grad_plans):
+        patch.setattr(plans, "_known", {})
 
 
 class Batch(NamedTuple):

@@ -26,6 +26,7 @@ from attention_oracle import (
     check_padding,
     compare,
     computed,
+    forget_plans,
     from_offsets,
     numbers,
     oracle,
@@ -55,8 +56,7 @@ LONG_KEYS = Batch([20, 4, 35, 0], [21, 8, 40, 0], 70)
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for plans in (backends._plans, backends._grad_plans):  # which hold blocks and the choice of kernels
-        monkeypatch.setattr(plans, "_known", {})
+    forget_plans(monkeypatch)
     if why_not() == "" and not CUDA:
         from thdops.ops.attention_thd import kernels
 
@@ -574,8 +574,7 @@ def test_whether_sequences_are_long_is_found_on_the_device(
     def alone(length: str) -> tuple[Tensor, ...]:
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "_lengths", lambda call: (length,))
-            for plans in (backends._plans, backends._grad_plans):
-                patch.setattr(plans, "_known", {})
+            forget_plans(patch)
             return step()
 
     for _ in range(2):

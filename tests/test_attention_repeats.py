@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from attention_oracle import Batch
+from attention_oracle import Batch, forget_plans
+from capturing import captured
 from torch import Tensor
 
 import thdops
-from thdops.ops.attention_thd import backends
 from thdops.ops.layouts import prefix_sums
-
-
-def _forget_plans(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They hold the choice of kernels and the order of heads."""
-    for plans in (backends._plans, backends._grad_plans):
-        monkeypatch.setattr(plans, "_known", {})
 
 
 @pytest.mark.gpu
@@ -34,19 +28,11 @@ def test_deterministic_gradients_repeat_and_captured_ones_are_eager_s(dims: tupl
         out = thdops.attention(q, k, v, cu, causal=True, deterministic=True, backend="native")
         return (out, *torch.autograd.grad(out, (q, k, v), grad))
 
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for layout in (*layouts[1:], layouts[0]):
         cu.copy_(layout)
         graph.replay()
-        eager = step()
-        assert all(torch.equal(a, b) for a, b in zip(captured, eager, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(results, step(), strict=True))
 
 
 _IN_ORDER: dict[str, dict[str, Any]] = {  # what reaches far enough for sums
@@ -78,7 +64,7 @@ def test_sums_in_a_fixed_order_repeat_and_are_those_of_a_kernel_for_dq(
     offsets = dict(zip(("cu_seqlens_kv", "cu_seqlens_kv_padded"), y.metadata(device), strict=True)) if keyed else {}
 
     def gradients() -> tuple[Tensor, ...]:
-        _forget_plans(monkeypatch)
+        forget_plans(monkeypatch)
         out = thdops.attention(
             q, k, v, cu, cu_seqlens_q_padded=padded, **offsets, **_IN_ORDER[mask], deterministic=True, backend="native"
         )
@@ -102,7 +88,7 @@ def test_the_order_of_heads_changes_no_result(
     heads: tuple[int, int], dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One head after the other, some together, or all of them; whether sequences are short or long."""
-    from thdops.ops.attention_thd import kernels_hopper_backward, kernels_hopper_forward
+    from thdops.ops.attention_thd import kernels_hopper_common
 
     device = torch.device("cuda")
     q, k = (torch.randn(4200, h, dims[0], device=device, dtype=torch.bfloat16, requires_grad=True) for h in heads)
@@ -110,9 +96,8 @@ def test_the_order_of_heads_changes_no_result(
     grad = torch.randn(4200, heads[0], dims[1], device=device, dtype=torch.bfloat16)
 
     def results(cu: Tensor, near: int) -> tuple[Tensor, ...]:
-        _forget_plans(monkeypatch)
-        for module in (kernels_hopper_forward, kernels_hopper_backward):
-            monkeypatch.setattr(module, "near_heads", lambda heads, size: min(near, heads))
+        forget_plans(monkeypatch)
+        monkeypatch.setattr(kernels_hopper_common, "near_heads", lambda heads, size: min(near, heads))
         out, lse = thdops.attention(q, k, v, cu, causal=True, deterministic=True, return_lse=True, backend="native")
         return (out, lse, *torch.autograd.grad(out, (q, k, v), grad))
 

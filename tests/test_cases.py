@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from capturing import captured
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 from torch._dynamo.utils import counters
@@ -63,19 +64,6 @@ def guarded(launcher: Callable[..., Any]) -> Callable[..., Any]:
             return launcher(*args)
 
     return run
-
-
-def captured(call: Callable[[], Any], pool: Any = None) -> torch.cuda.CUDAGraph:
-    """`call` as a CUDA graph; nothing in it may synchronise."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
-        call()
-    return graph
 
 
 # --- where padding stands ---------------------------------------------------------------------------------------------------------
@@ -214,7 +202,7 @@ def test_replay_with_another_layout() -> None:
         out[:] = thdops.zero_fill(x, valid, padded), thdops.sequence_ids(valid, padded, 16)
         thdops.zero_fill_([in_place], valid, padded)
 
-    graph = captured(step)
+    graph, _ = captured(step)
     for lengths, owned in (((0, 3, 8), (0, 4, 12)), ((0, 0, 16), (0, 0, 16)), ((0, 0, 0), (0, 16, 16)), ((0, 1, 2), (0, 2, 4))):
         valid.copy_(offsets(*lengths))
         padded.copy_(offsets(*owned))
@@ -238,7 +226,7 @@ def test_graphs_that_share_a_pool() -> None:
             scratch = torch.full((size, 64), NAN, device="cuda")
             out[:] = [thdops.zero_fill(scratch, valid)]
 
-        graphs[size] = captured(step, pool), valid, out
+        graphs[size] = captured(step, pool)[0], valid, out
     for size, real in ((1024, 1000), (2048, 1196), (1024, 3), (2048, 1196)):
         graph, valid, out = graphs[size]
         valid.copy_(offsets(0, real))

@@ -63,7 +63,7 @@ class AddingInPlace(Adding):
         q, device = call.q, call.q.device
         self._dsink = torch.empty(0 if call.sink is None else call.sink.shape, dtype=torch.float32, device=device)
         self._whole = _grad_call(call, Section(own))
-        self._upstream = kernels.attention_upstream(self._whole, self._dsink, reduces=not (call.deterministic or hides))
+        self._upstream = kernels.attention_upstream(self._whole, self._dsink, reduces=not hides)
         self._dq = torch.empty(q.shape, dtype=torch.float32, device=device) if self._upstream.sums is None else None
         self._into = torch.empty(q.shape, dtype=q.dtype, device=device) if into is None else into.q
         self._own, self._begun = own, False

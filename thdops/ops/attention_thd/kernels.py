@@ -187,7 +187,7 @@ class Upstream(NamedTuple):
 
 
 def attention_upstream(call: GradCall, dsink: Tensor, reduces: bool) -> Upstream:
-    """For all sections of the keys: once, whatever they are. Writes dsink. `reduces`: dq may come by reduction, in any order."""
+    """For all sections of the keys: once, whatever they are. Writes dsink. `reduces`: dq may come by reduction, if in any order."""
     _, upstream = _upstreams(call, dsink, reduces)
     return upstream(call, dsink)
 
@@ -212,9 +212,12 @@ class _AttentionUpstream:
             (dim, width, q.shape[2] if reduces else 0, unit, 32),
         )
         self._dsink = Launch(sink_grad_kernel, (heads, 1, 1), (total,), (1024,), 8)
-        delta, sums = meta(heads, total, dtype=torch.float32), meta(*q.shape, dtype=torch.float32)
-        more = [sums, meta(heads, turns, dtype=torch.int32)][: reduces + (turns > 0)]
-        self._blank = Blank(delta, *more)
+        blank = [meta(heads, total, dtype=torch.float32)]
+        if reduces:
+            blank.append(meta(*q.shape, dtype=torch.float32))
+        if turns:
+            blank.append(meta(heads, turns, dtype=torch.int32))
+        self._blank = Blank(*blank)
 
     def __call__(self, call: GradCall, dsink: Tensor) -> Upstream:
         lse, grad_out = call.lse.contiguous(), _grad_out(call)

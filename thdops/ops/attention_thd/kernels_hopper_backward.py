@@ -31,7 +31,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of, near_heads
+from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of, key_order, query_order
 from thdops.ops.attention_thd.kernels_hopper_keys import keys_kernel
 from thdops.ops.attention_thd.kernels_hopper_queries import queries_kernel
 from thdops.ops.launch import Launch, multiprocessors
@@ -109,9 +109,7 @@ class Keys:
         self._operands = _Operands(q, k, v, do, plan.block, plan.rows // plan.parts)
         self._sums = box_of(meta(*q.shape, dtype=torch.float32), plan.block, q.shape[2])
         constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, int(reduces), int(adds))
-        group = q.shape[1] // k.shape[1]
-        near = near_heads(k.shape[1], mean * group * (q.shape[2] + v.shape[2]) * 2)
-        self._launch = _launch(keys_kernel, plan, q, (turns, k.shape[1], near, group, left, right, scale), constexprs)
+        self._launch = _launch(keys_kernel, plan, q, (turns, *key_order(q, k, v, mean), left, right, scale), constexprs)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
@@ -136,9 +134,7 @@ class Queries:
         plan = _QUERIES[shape]
         self._operands = _Operands(q, k, v, do, plan.rows // plan.parts, plan.block)
         constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, int(adds))
-        group = q.shape[1] // k.shape[1]
-        near = near_heads(k.shape[1], mean * (q.shape[2] + v.shape[2]) * 2)
-        self._launch = _launch(queries_kernel, plan, q, (q.shape[1], near * group, group, left, right, scale), constexprs)
+        self._launch = _launch(queries_kernel, plan, q, (*query_order(q, k, v, mean), left, right, scale), constexprs)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tiles: Tensor, counts: Tensor

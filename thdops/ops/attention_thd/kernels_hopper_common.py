@@ -66,9 +66,21 @@ def near_heads(heads: int, bytes_a_head: float) -> int:
     return max(near for near in range(1, heads + 1) if heads % near == 0 and (near == 1 or near * bytes_a_head <= _NEAR_BYTES))
 
 
+def query_order(q: Tensor, k: Tensor, v: Tensor, mean: float) -> tuple[int, int, int]:
+    """(query heads, as many as take turns at every tile, query heads of a key head), where a sequence has `mean` rows of keys."""
+    group = q.shape[1] // k.shape[1]
+    return q.shape[1], near_heads(k.shape[1], mean * (q.shape[2] + v.shape[2]) * q.element_size()) * group, group
+
+
+def key_order(q: Tensor, k: Tensor, v: Tensor, mean: float) -> tuple[int, int, int]:
+    """The same for key heads, where a sequence has `mean` rows of queries."""
+    group = q.shape[1] // k.shape[1]
+    return k.shape[1], near_heads(k.shape[1], mean * group * (q.shape[2] + v.shape[2]) * q.element_size()), group
+
+
 @gluon.jit
 def place_of(item, entries, heads):
-    """(index of the tile, head) of a work item. heads: (all of them, as many as take turns at every tile, ...)."""
+    """(index of the tile, head) of a work item; `heads` are those of `query_order` or `key_order`."""
     near = heads[1]
     within = item % (entries * near)
     return within // near, item // (entries * near) * near + within % near

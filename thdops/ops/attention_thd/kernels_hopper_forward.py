@@ -29,8 +29,8 @@ from thdops.ops.attention_thd.kernels_hopper_common import (
     Boxes,
     addressable,
     box_of,
-    near_heads,
     place_of,
+    query_order,
     store_zeros,
 )
 from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, store_fp32, store_out
@@ -269,14 +269,11 @@ class Forward:
             softmax: "vanilla", "off_by_one" or "sink".
         """
         self._boxes = (box_of(q, ROWS.value, CHUNK.value), box_of(k, shape.keys, CHUNK.value), box_of(v, shape.keys, v.shape[2]))
-        group = q.shape[1] // k.shape[1]
-        near = near_heads(k.shape[1], mean * (q.shape[2] + v.shape[2]) * 2)
-        heads = (q.shape[1], near * group, group)
         strides = (q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), lse.stride(0))
         self._launch = Launch(
             attention_forward,
             (multiprocessors(q.get_device()) * shape.grids, 1, 1),
-            (*heads, *strides, left, right, scale * _LOG2E, softcap),
+            (*query_order(q, k, v, mean), *strides, left, right, scale * _LOG2E, softcap),
             (shape.groups, q.shape[2], v.shape[2], *shape[1:4], left >= 0, right >= 0, softmax, softcap > 0.0),
             registers=shape.registers,
         )
