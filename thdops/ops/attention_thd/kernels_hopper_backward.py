@@ -50,24 +50,26 @@ class _Plan(NamedTuple):
     warps: int
     per_sm: int = 1
     registers: int | None = None
+    early: bool = True
+    branches: bool = True
 
 
 _KEYS = {
-    (64, 64): _Plan(128, 2, 128, 2, 4),
+    (64, 64): _Plan(128, 2, 64, 3, 4),
     (96, 96): _Plan(128, 1, 64, 2, 8),
-    (128, 128): _Plan(128, 1, 64, 2, 8),
-    (192, 128): _Plan(128, 1, 32, 2, 8),
+    (128, 128): _Plan(128, 1, 64, 2, 8, branches=False),
+    (192, 128): _Plan(128, 1, 32, 3, 8),
 }
 _QUERIES = {
     (64, 64): _Plan(128, 2, 128, 2, 4),
     (96, 96): _Plan(128, 2, 64, 2, 4),
-    (128, 128): _Plan(64, 1, 64, 2, 4, 2, 128),
+    (128, 128): _Plan(64, 1, 64, 2, 4, 2, 128, branches=False),
     (192, 128): _Plan(128, 2, 64, 2, 4),
 }
 # With the reduction, where that was the faster way to dQ: tiles as above. In order for a single consumer only.
 _REDUCED = {
     (64, 64): _Plan(128, 2, 64, 3, 4),
-    (128, 128): _Plan(128, 1, 64, 2, 8),
+    (128, 128): _Plan(128, 1, 64, 2, 8, early=False, branches=False),
 }
 _REDUCED_IN_ORDER = {(128, 128)}
 
@@ -107,8 +109,20 @@ class Keys:
         shape = (q.shape[2], v.shape[2])
         plan = (_REDUCED if reduces else _KEYS)[shape]
         self._operands = _Operands(q, k, v, do, plan.block, plan.rows // plan.parts)
+        rows = plan.rows // plan.parts
+        self._dk, self._dv = (_Chunks(meta(*x.shape, dtype=x.dtype), rows) for x in (k, v))
         self._sums = box_of(meta(*q.shape, dtype=torch.float32), plan.block, q.shape[2])
-        constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, int(reduces), int(adds))
+        constexprs = (
+            *shape,
+            int(left >= 0),
+            int(right >= 0),
+            plan.parts,
+            plan.stages,
+            plan.early,
+            plan.branches,
+            int(reduces),
+            int(adds),
+        )
         self._launch = _launch(keys_kernel, plan, q, (turns, *key_order(q, k, v, mean), left, right, scale), constexprs)
 
     def __call__(
@@ -121,7 +135,8 @@ class Keys:
         """
         descs = self._operands(q, k, v, do)
         added = descs[0] if sums is None else Boxes(sums, *self._sums)
-        self._launch(*descs, added, turns, *self._operands.columns, lse, delta, dk, dv, q.shape[0], tiles, counts)
+        out = [*self._dk(dk), *self._dv(dv)] if dk.dtype == k.dtype else descs[2:6]
+        self._launch(*descs, *out, added, turns, *self._operands.columns, lse, delta, dk, dv, q.shape[0], tiles, counts)
 
 
 class Queries:
@@ -133,13 +148,16 @@ class Queries:
         shape = (q.shape[2], v.shape[2])
         plan = _QUERIES[shape]
         self._operands = _Operands(q, k, v, do, plan.rows // plan.parts, plan.block)
-        constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, int(adds))
+        self._dq = _Chunks(meta(*q.shape, dtype=q.dtype), plan.rows // plan.parts)
+        constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, plan.branches, int(adds))
         self._launch = _launch(queries_kernel, plan, q, (*query_order(q, k, v, mean), left, right, scale), constexprs)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tiles: Tensor, counts: Tensor
     ) -> None:
-        self._launch(*self._operands(q, k, v, do), *self._operands.columns, lse, delta, dq, q.shape[0], tiles, counts)
+        descs = self._operands(q, k, v, do)
+        out = self._dq(dq) if dq.dtype == q.dtype else descs[:2]
+        self._launch(*descs, *out, *self._operands.columns, lse, delta, dq, q.shape[0], tiles, counts)
 
 
 def _launch(kernel: Any, plan: _Plan, q: Tensor, numbers: tuple[Any, ...], constexprs: tuple[Any, ...]) -> Launch:
@@ -148,16 +166,22 @@ def _launch(kernel: Any, plan: _Plan, q: Tensor, numbers: tuple[Any, ...], const
 
 
 class _Operands:
-    """Descriptors of q, k, v, do in two chunks of the head dim each, the second None where one will do; `columns` between heads."""
+    """Descriptors of the chunks of q, k, v, do; `columns` between heads."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, q_rows: int, k_rows: int) -> None:
         self.columns = (q.stride(1), k.stride(1), v.stride(1), do.stride(1))
-        self._boxes = [_two_chunks(x, rows) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows), (do, q_rows))]
+        self._chunks = [_Chunks(x, rows) for x, rows in ((q, q_rows), (k, k_rows), (v, k_rows), (do, q_rows))]
 
     def __call__(self, *operands: Tensor) -> list[Any]:
-        return [box and Boxes(x, *box) for x, boxes in zip(operands, self._boxes, strict=True) for box in boxes]
+        return [desc for x, chunks in zip(operands, self._chunks, strict=True) for desc in chunks(x)]
 
 
-def _two_chunks(x: Tensor, rows: int) -> list[Any]:
-    chunks = {192: (128, 64), 96: (64, 32)}.get(x.shape[2], (x.shape[2],))
-    return [box_of(x, rows, columns) for columns in chunks] + [None] * (2 - len(chunks))
+class _Chunks:
+    """Descriptors of a tensor in two chunks of the head dim, the second None where one will do, in boxes of so many rows."""
+
+    def __init__(self, x: Tensor, rows: int) -> None:
+        chunks = {192: (128, 64), 96: (64, 32)}.get(x.shape[2], (x.shape[2],))
+        self._boxes = [box_of(x, rows, columns) for columns in chunks] + [None] * (2 - len(chunks))
+
+    def __call__(self, x: Tensor) -> list[Any]:
+        return [box and Boxes(x, *box) for box in self._boxes]

@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from thdops.ops.attention_thd.kernels_hopper_common import (
     ELEMENT,
@@ -33,8 +33,10 @@ from thdops.ops.attention_thd.kernels_hopper_common import (
     query_order,
     store_zeros,
 )
-from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, store_fp32, store_out
+from thdops.ops.attention_thd.kernels_hopper_names import async_store
+from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, stage, store_fp32, store_out
 from thdops.ops.attention_thd.kernels_hopper_rings import FIELDS, load_boxes, make_ring, publish, receive, skip
+from thdops.ops.attention_thd.kernels_hopper_slots import FIRST
 from thdops.ops.attention_thd.kernels_hopper_softmax import attend, finish
 from thdops.ops.attention_thd.kernels_hopper_view import CHUNK, ROWS, Plan, View
 from thdops.ops.attention_thd.kernels_tiles import SHORT
@@ -87,7 +89,7 @@ def produce(q, k, v, q_ring, k_ring, v_ring, fields, tiles, counts, heads, head_
 
 @gluon.jit
 def consume(args, plan, GROUP: gl.constexpr):
-    q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, out_strides, left, right, scale, softcap = args
+    q_ring, k_ring, v_ring, fields, before, unit, out, out_desc, lse, sink, out_strides, left, right, scale, softcap = args
     n = 0
     it = 0
     row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
@@ -103,6 +105,7 @@ def consume(args, plan, GROUP: gl.constexpr):
         else:
             _clear_tile(args, plan, GROUP, tile)
         it = skip(k_ring, v_ring, it, gl.minimum(own_begin, own_end) - begin)
+        tma.store_wait(0)  # of what was staged where Q was
         q_ring.release(n)
         n += 1
         row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
@@ -111,7 +114,7 @@ def consume(args, plan, GROUP: gl.constexpr):
 @gluon.jit
 def _attend_tile(args, plan, GROUP: gl.constexpr, tile, view, n, it):
     """Attend to a tile and leave its results; the new `it`."""
-    q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, out_strides, left, right, scale, softcap = args
+    q_ring, k_ring, v_ring, fields, before, unit, out, out_desc, lse, sink, out_strides, left, right, scale, softcap = args
     ADDS: gl.constexpr = len(before) > 0 and out.dtype.element_ty == gl.float32
     out_row, out_head, lse_head = out_strides
     row, rows, valid, head = tile
@@ -142,14 +145,18 @@ def _attend_tile(args, plan, GROUP: gl.constexpr, tile, view, n, it):
             store_fp32(o, to, i, valid, rows, out_row)
         else:
             staging = joined(q_ring.buffers, q_first, plan.D_V // CHUNK)
-            store_out(o, staging, here, to, i, valid, rows, out_row, plan.D_V)
+            stage(o, staging)
+            if len(before) == 0 and valid >= (GROUP + 1) * ROWS:
+                async_store(out_desc, [row + GROUP * ROWS, head * plan.D_V], staging)
+            else:
+                store_out(staging, here, to, i, valid, rows, out_row, plan.D_V)
     return it
 
 
 @gluon.jit
 def _clear_tile(args, plan, GROUP: gl.constexpr, tile):
     """Zeros and -inf where all of a warpgroup's rows are padding."""
-    q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, out_strides, left, right, scale, softcap = args
+    q_ring, k_ring, v_ring, fields, before, unit, out, out_desc, lse, sink, out_strides, left, right, scale, softcap = args
     out_row, out_head, lse_head = out_strides
     row, rows, valid, head = tile
     first = row.to(gl.int64) + GROUP * ROWS
@@ -169,7 +176,7 @@ def _clear_tile(args, plan, GROUP: gl.constexpr, tile):
     do_not_specialize=["heads", "near", "group", "q_head", "k_head", "v_head", "out_row", "out_head", "lse_head", "left", "right"],
 )
 def attention_forward(
-    q, k, v, tiles, counts, found, unit, out, lse, sink, heads, near, group, q_head, k_head, v_head, out_row, out_head, lse_head,
+    q, k, v, tiles, counts, found, unit, out, out_desc, lse, sink, heads, near, group, q_head, k_head, v_head, out_row, out_head, lse_head,
     left, right, scale, softcap,
     GROUPS: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTMAX: gl.constexpr, SOFTCAP: gl.constexpr,
@@ -180,9 +187,9 @@ def attention_forward(
     from one head to the next. Keys d - left..d + right are seen from diagonal d. `scale` makes base-2 logits.
     """
     plan = Plan(GROUPS, D_V, BLOCK_N, D_QK // CHUNK, HAS_LEFT, HAS_RIGHT, SOFTMAX, SOFTCAP)
-    q_ring = make_ring(q, GROUPS * D_QK // CHUNK, Q_STAGES, GROUPS)
-    k_ring = make_ring(k, D_QK // CHUNK, STAGES, GROUPS)
-    v_ring = make_ring(v, 1, STAGES, GROUPS)
+    q_ring = make_ring(q, GROUPS * D_QK // CHUNK, Q_STAGES, GROUPS, FIRST)
+    k_ring = make_ring(k, D_QK // CHUNK, STAGES, GROUPS, FIRST + Q_STAGES)
+    v_ring = make_ring(v, 1, STAGES, GROUPS, FIRST + Q_STAGES + STAGES)
     fields = gl.allocate_shared_memory(gl.int32, [Q_STAGES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     fence_async_shared()  # barriers must be seen by TMA
     before = () if found is None else (found,)
@@ -190,7 +197,7 @@ def attention_forward(
     heads_out = (out_row, out_head, lse_head)
     load = (q, k, v, q_ring, k_ring, v_ring, fields, tiles, counts, (heads, near, group), heads_in, left, right, plan)
     args = (
-        q_ring, k_ring, v_ring, fields, before, unit, out, lse, sink, heads_out, left, right,
+        q_ring, k_ring, v_ring, fields, before, unit, out, out_desc, lse, sink, heads_out, left, right,
         scale.to(gl.float32), softcap.to(gl.float32),
     )  # fmt: skip
     if GROUPS == 1:
@@ -269,6 +276,7 @@ class Forward:
             softmax: "vanilla", "off_by_one" or "sink".
         """
         self._boxes = (box_of(q, ROWS.value, CHUNK.value), box_of(k, shape.keys, CHUNK.value), box_of(v, shape.keys, v.shape[2]))
+        self._out_box = box_of(out, ROWS.value, v.shape[2])
         strides = (q.stride(1), k.stride(1), v.stride(1), out.stride(0), out.stride(1), lse.stride(0))
         self._launch = Launch(
             attention_forward,
@@ -295,4 +303,5 @@ class Forward:
         """
         q_box, k_box, v_box = self._boxes
         sinks = lse if sink is None else sink
-        self._launch(Boxes(q, *q_box), Boxes(k, *k_box), Boxes(v, *v_box), tiles, counts, found, unit, out, lse, sinks)
+        rows_of_out = Boxes(out, *self._out_box) if found is None and out.dtype == q.dtype else None
+        self._launch(Boxes(q, *q_box), Boxes(k, *k_box), Boxes(v, *v_box), tiles, counts, found, unit, out, rows_of_out, lse, sinks)

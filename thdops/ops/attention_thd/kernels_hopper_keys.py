@@ -24,11 +24,14 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
     mailbox,
     meeting,
     rows_of_fp32,
+    stage,
     store,
+    store_fp32,
 )
 from thdops.ops.attention_thd.kernels_hopper_names import barrier
 from thdops.ops.attention_thd.kernels_hopper_products import as_running, dot, dot_transposed, wait, zeros
 from thdops.ops.attention_thd.kernels_hopper_shares import add_in_order, first_step, hand_over, make_shares, next_step, start_share
+from thdops.ops.attention_thd.kernels_hopper_slots import FIRST, await_release, release
 from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_hidden, key_place, post, take, tile_at, zero_hidden
 
 
@@ -45,9 +48,10 @@ def _keys_producer(
     q, k, v, do = operands
     lse_s, delta_s = terms
     kv_full, kv_empty = tile_bars
-    full, empty = block_bars
+    full = block_bars
     BLOCK_Q: gl.constexpr = q[0].shape[1]
     STAGES: gl.constexpr = q[0].shape[0]
+    THREADS: gl.constexpr = k[0].shape[0] * k[0].shape[1] * 2 + 32
     KV_BYTES: gl.constexpr = k[0].shape[0] * k[0].shape[1] * 2 * (D_QK + D_V)
     BYTES: gl.constexpr = BLOCK_Q * 2 * (D_QK + D_V)
     offsets = gl.arange(0, BLOCK_Q, gl.BlockedLayout([1], [32], [1], [0]))
@@ -57,10 +61,10 @@ def _keys_producer(
     n = 0
     loaded = 0
     while item < entries * kv_heads:
-        post(work, turn, item)
-        turn += 1
         index, head = key_place(item, entries, heads)
         row, rows, valid, other_row, others, position = tile_at(tiles, index)
+        post(work, turn, (index, head, row, rows, valid, other_row, others, position))
+        turn += 1
         first, blocks = blocks_met(position, valid, others, right, left, BLOCK_Q, RIGHT, LEFT, ORDERED)
         if blocks > 0:
             mbarrier.wait(kv_empty, (loaded & 1) ^ 1)
@@ -76,7 +80,7 @@ def _keys_producer(
                 lse_b = gl.load(lse + at + i + offsets, mask=inside, other=0.0) * LOG2E
                 delta_b = gl.load(delta + at + i + offsets, mask=inside, other=0.0)
                 slot = n % STAGES
-                mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+                await_release(FIRST + slot, THREADS, n >= STAGES)
                 lse_s.index(slot).store(lse_b)
                 delta_s.index(slot).store(delta_b)
                 barrier()
@@ -86,13 +90,14 @@ def _keys_producer(
                 n += 1
                 g, i = next_step(g, i, group, first, blocks, BLOCK_Q, ORDERED)
         item = gl.atomic_add(counts + 1, 1)
-    post(work, turn, item)
+    post(work, turn, (-1,))
 
 
 @gluon.jit
 def _keys_block(
-    part: gl.constexpr, dk, dv, shares, dq_at, i, tile, window, scale, operands, terms, empty, n, taken, start,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr, REDUCE: gl.constexpr, ORDERED: gl.constexpr,
+    part: gl.constexpr, dk, dv, shares, dq_at, i, tile, window, scale, operands, terms, n, taken, start,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr, EARLY: gl.constexpr, BRANCHES: gl.constexpr,
+    REDUCE: gl.constexpr, ORDERED: gl.constexpr,
 ):  # fmt: skip
     """Take block n of queries, from row i on, into dK and dV. Shares of dQ take turns by how many were `taken`: of blocks that this
     consumer does not see there are none.
@@ -104,20 +109,22 @@ def _keys_block(
     ROWS: gl.constexpr = k[0].shape[1]
     BLOCK_Q: gl.constexpr = q[0].shape[1]
     STAGES: gl.constexpr = q[0].shape[0]
+    THREADS: gl.constexpr = k[0].shape[0] * k[0].shape[1] * 2 + 32
     dtype: gl.constexpr = k[0].dtype
-    # P may start into dV before dS is known, where the registers suffice for both.
-    EARLY: gl.constexpr = BLOCK_Q < 128 and not REDUCE
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_Q, 16])
     along: gl.constexpr = gl.SliceLayout(0, S)
     slot = n % STAGES
+    if EARLY:
+        lse_b = lse_s.index(slot).load(along)
     s = dot_transposed(k, part, q, slot, S)
     dp = dot_transposed(v, part, do, slot, S)
     if RUNS_ON:
         dk = wait(dk, len(k) + len(v))
-        barrier()
-        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > start)
+        if n > start:
+            release(FIRST + (n + STAGES - 1) % STAGES, THREADS)
     cut = is_cut(i, position, valid, others, right, left, ROWS, BLOCK_Q, RIGHT, LEFT)
-    lse_b = lse_s.index(slot).load(along)
+    if not EARLY:
+        lse_b = lse_s.index(slot).load(along)
     s = warpgroup_mma_wait(len(v), deps=(s,))
     p = gl.exp2(s * (scale * LOG2E) - lse_b[None, :])  # [ROWS, BLOCK_Q]
     if cut:
@@ -127,8 +134,10 @@ def _keys_block(
     delta_b = delta_s.index(slot).load(along)
     dp = warpgroup_mma_wait(len(v) if EARLY else 0, deps=(dp,))
     ds = p * (dp - delta_b[None, :])
-    if cut:
+    if not BRANCHES:
         ds = gl.where(p == 0.0, 0.0, ds)
+    elif cut:
+        ds = zero_hidden(ds, i, position, valid, others, right, left, RIGHT, LEFT)
     if not EARLY:
         dv = dot(p.to(dtype), do, slot, dv)
     ds = ds.to(dtype)
@@ -154,32 +163,31 @@ def _keys_block(
 @gluon.jit
 def _keys_consumer(
     part: gl.constexpr, args,
-    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, REDUCE: gl.constexpr, ORDERED: gl.constexpr,
-    ADDS: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, EARLY: gl.constexpr, BRANCHES: gl.constexpr,
+    REDUCE: gl.constexpr, ORDERED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    dk_out, dv_out, shares, work, heads, window, scale, operands, terms, tile_bars, block_bars, clean = args
-    tiles, counts, mail, mail_full, mail_empty = work
+    outputs, shares, work, heads, window, scale, operands, terms, tile_bars, block_bars, clean = args
+    dk_out, dv_out, dk_desc, dv_desc, dk_s, dv_s = outputs
     kv_heads, near, group = heads
     left, right = window
     q, k, v, do = operands
     kv_full, kv_empty = tile_bars
-    full, empty = block_bars
+    full = block_bars
     PARTS: gl.constexpr = k[0].shape[0]
     ROWS: gl.constexpr = k[0].shape[1]
     BLOCK_Q: gl.constexpr = q[0].shape[1]
     STAGES: gl.constexpr = q[0].shape[0]
+    THREADS: gl.constexpr = k[0].shape[0] * k[0].shape[1] * 2 + 32
     RUNS_ON: gl.constexpr = PARTS == 1
-    entries = gl.load(counts)
+    FP32: gl.constexpr = dk_out.dtype.element_ty == gl.float32
     turn = 0
     n = 0
     taken = 0
     loaded = 0
     cleared = 0
-    item = take(work, turn)
-    while item < entries * kv_heads:
+    index, head, row, rows, valid, other_row, others, position = take(work, turn)
+    while index >= 0:
         turn += 1
-        index, head = key_place(item, entries, heads)
-        row, rows, valid, other_row, others, position = tile_at(tiles, index)
         first, blocks = blocks_met(position, valid, others, right, left, BLOCK_Q, RIGHT, LEFT, ORDERED)
         row += part * ROWS
         rows -= part * ROWS
@@ -204,45 +212,59 @@ def _keys_consumer(
                 tile = (position, valid, others)
                 if RUNS_ON:
                     running, dv = _keys_block(
-                        part, running, dv, shares, dq_at, i, tile, window, scale, operands, terms, empty, n, n, start,
-                        LEFT, RIGHT, RUNS_ON, REDUCE, ORDERED,
+                        part, running, dv, shares, dq_at, i, tile, window, scale, operands, terms, n, n, start,
+                        LEFT, RIGHT, RUNS_ON, EARLY, BRANCHES, REDUCE, ORDERED,
                     )  # fmt: skip
                 else:
                     if not is_hidden(i, position, valid, right, left, ROWS, BLOCK_Q, RIGHT, LEFT):
                         running, dv = _keys_block(
-                            part, running, dv, shares, dq_at, i, tile, window, scale, operands, terms, empty, n, taken, start,
-                            LEFT, RIGHT, RUNS_ON, REDUCE, ORDERED,
+                            part, running, dv, shares, dq_at, i, tile, window, scale, operands, terms, n, taken, start,
+                            LEFT, RIGHT, RUNS_ON, EARLY, BRANCHES, REDUCE, ORDERED,
                         )  # fmt: skip
                         taken += 1
-                    barrier()
-                    mbarrier.arrive(empty.index(n % STAGES), count=1)
+                    release(FIRST + n % STAGES, THREADS)
                 n += 1
                 g, i = next_step(g, i, group, first, blocks, BLOCK_Q, ORDERED)
             if RUNS_ON:
                 dk = wait(running, 0)
-                barrier()
-                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1)
+                release(FIRST + (n + STAGES - 1) % STAGES, THREADS)
             else:
                 dk = running
-            mbarrier.arrive(kv_empty, count=1)
-            store(dk, dk_out + head * D_QK, row, rows, valid, kv_heads * D_QK, scale, ADDS)
-            store(dv, dv_out + head * D_V, row, rows, valid, kv_heads * D_V, 1.0, ADDS)
+            if not FP32:
+                tma.store_wait(0)  # what the tile before has staged has been read
+            barrier()
+            if FP32 or not REDUCE:
+                mbarrier.arrive(kv_empty, count=1)
+            if FP32:
+                store_fp32(dk, dk_out + head * D_QK, row, rows, valid, kv_heads * D_QK, scale, ADDS)
+                store_fp32(dv, dv_out + head * D_V, row, rows, valid, kv_heads * D_V, 1.0, ADDS)
+            else:
+                stage(dk, dk_s, part, scale)
+                stage(dv, dv_s, part, 1.0)
+                fence_async_shared()
+                barrier()
+                store(dk_s, part, dk_desc, dk_out, head * D_QK, row, rows, valid, kv_heads * D_QK)
+                store(dv_s, part, dv_desc, dv_out, head * D_V, row, rows, valid, kv_heads * D_V)
+                if REDUCE:  # staged where K and V were
+                    tma.store_wait(0)
+                    fence_async_shared()
+                    barrier()
+                    mbarrier.arrive(kv_empty, count=1)
         elif not ADDS:
             clear_rows(dk_out + head * D_QK, row, rows, kv_heads * D_QK, k)
             clear_rows(dv_out + head * D_V, row, rows, kv_heads * D_V, v)
-        item = take(work, turn)
-    if REDUCE and not ORDERED:
-        tma.store_wait(0)
+        index, head, row, rows, valid, other_row, others, position = take(work, turn)
+    tma.store_wait(0)
 
 
 @gluon.jit(
     do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "turns_a_head", "kv_heads", "near", "group", "left", "right"]
 )
 def keys_kernel(
-    q0, q1, k0, k1, v0, v1, do0, do1, dq_desc, turns, q_head, k_head, v_head, do_head, lse, delta, dk, dv, tq, tiles, counts,
+    q0, q1, k0, k1, v0, v1, do0, do1, dk0, dk1, dv0, dv1, dq_desc, turns, q_head, k_head, v_head, do_head, lse, delta, dk, dv, tq, tiles, counts,
     turns_a_head, kv_heads, near, group, left, right, scale,
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    REDUCE: gl.constexpr, ADDS: gl.constexpr,
+    EARLY: gl.constexpr, BRANCHES: gl.constexpr, REDUCE: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of the key tiles of every key head; with REDUCE, their shares of dQ too, in a fixed order if there are `turns`.
     ADDS: onto what dk and dv hold.
@@ -261,11 +283,14 @@ def keys_kernel(
     window = (left, right)
     work = (tiles, counts, mailbox(), barriers(2, 1), barriers(2, PARTS + (1 if ORDERED else 0)))
     tile_bars = (barriers(1, 1).index(0), barriers(1, PARTS).index(0))
-    block_bars = (barriers(STAGES, 1), barriers(STAGES, PARTS))
+    block_bars = barriers(STAGES, 1)
     clean = meeting(PARTS)
     both = (work, heads, window, scale, operands, terms, tile_bars, block_bars, clean)
-    first = (dk, dv, make_shares(dq_desc, k, q, REDUCE, ORDERED)) + both
-    second = (dk, dv, make_shares(dq_desc, k, q, REDUCE and PARTS > 1, False)) + both
+    # With shares there is no memory left for dk and dv; long sequences do not mind K and V waiting.
+    staging = (k, v) if REDUCE or dk.dtype.element_ty == gl.float32 else (buffers(descs[1], PARTS), buffers(descs[2], PARTS))
+    outputs = (dk, dv, chunks_of(dk0, dk1), chunks_of(dv0, dv1)) + staging
+    first = (outputs, make_shares(dq_desc, k, q, REDUCE, ORDERED)) + both
+    second = (outputs, make_shares(dq_desc, k, q, REDUCE and PARTS > 1, False)) + both
     fence_async_shared()
     barrier()
     load = (descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars)
@@ -273,9 +298,9 @@ def keys_kernel(
         ROWS: gl.constexpr = k[0].shape[1]
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, EARLY, BRANCHES, REDUCE, ORDERED, ADDS)),
                 (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
-                (add_in_order, (first[2], turns, turns_a_head, work, heads, window, D_QK, ROWS, LEFT, RIGHT)),
+                (add_in_order, (first[1], turns, turns_a_head, work, heads, window, D_QK, ROWS, LEFT, RIGHT)),
             ],
             [1, 1],
             [24, 24],
@@ -283,7 +308,7 @@ def keys_kernel(
     elif PARTS == 1:
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, EARLY, BRANCHES, REDUCE, ORDERED, ADDS)),
                 (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
             ],
             [1],
@@ -292,8 +317,8 @@ def keys_kernel(
     else:
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, REDUCE, ORDERED, ADDS)),
-                (_keys_consumer, (gl.constexpr(1), second, D_QK, D_V, LEFT, RIGHT, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, EARLY, BRANCHES, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(1), second, D_QK, D_V, LEFT, RIGHT, EARLY, BRANCHES, REDUCE, ORDERED, ADDS)),
                 (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
             ],
             [4, 1],

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from thdops.ops.attention_thd.kernels_hopper_common import store_zeros
-from thdops.ops.attention_thd.kernels_hopper_names import async_load, barrier
+from thdops.ops.attention_thd.kernels_hopper_names import async_load, async_store, barrier
 
 # --- shared memory ---------------------------------------------------------------------------------------------------------------
 
@@ -50,7 +50,7 @@ def rows_of_fp32(SLOTS: gl.constexpr, BLOCK: gl.constexpr):
 @gluon.jit
 def mailbox():
     """For the items that are on their way: see `post`."""
-    return gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -124,11 +124,23 @@ def clear_shared(a, b, slot, valid, part: gl.constexpr, PARTS: gl.constexpr, cle
 
 
 @gluon.jit
+def _store_rows(memory, out, row, rows, valid, stride):
+    ROWS: gl.constexpr = memory.shape[0]
+    COLUMNS: gl.constexpr = memory.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
+    r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    d = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    at = gl.multiple_of(out + (row + r).to(gl.int64) * stride + d, [1, 16])
+    value = memory.load(layout)
+    gl.store(at, gl.where(r < valid, value, gl.zeros_like(value)), mask=(r < rows) & (d >= 0))
+
+
+@gluon.jit
 def _store_chunk(acc, out, row, rows, valid, stride, scale):
     r = gl.arange(0, acc.shape[0], gl.SliceLayout(1, acc.type.layout))
     d = gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout))
-    value = gl.where((r < valid)[:, None], acc * scale, 0.0).to(out.dtype.element_ty)
-    gl.store(out + (row + r).to(gl.int64)[:, None] * stride + d[None, :], value, mask=(r < rows)[:, None])
+    at = out + (row + r).to(gl.int64)[:, None] * stride + d[None, :]
+    gl.store(at, gl.where((r < valid)[:, None], acc * scale, 0.0), mask=(r < rows)[:, None])
 
 
 @gluon.jit
@@ -140,8 +152,28 @@ def _add_chunk(acc, out, row, valid, stride, scale):
 
 
 @gluon.jit
-def store(acc, out, row, rows, valid, stride, scale, ADDS: gl.constexpr):
-    """Write the `rows` rows that a tile owns, those from `valid` on as zeros; ADDS: add the valid ones to what is there, fp32."""
+def stage(acc, staging, part, scale):
+    """Leave sums in shared memory, where `store` finds them."""
+    for c in gl.static_range(len(acc)):
+        staging[c].index(part).store((acc[c] * scale).to(staging[c].dtype))
+
+
+@gluon.jit
+def store(staging, part, descs, out, column, row, rows, valid, stride):
+    """Start writing the `rows` rows that a tile owns, those from `valid` on as zeros, from a column of `out` on."""
+    ROWS: gl.constexpr = staging[0].shape[1]
+    for c in gl.static_range(len(staging)):
+        memory = staging[c].index(part)
+        at = column + staging[0].shape[2] * c
+        if valid >= ROWS:
+            async_store(descs[c], [row, at], memory)
+        else:
+            _store_rows(memory, out + at, row, rows, valid, stride)
+
+
+@gluon.jit
+def store_fp32(acc, out, row, rows, valid, stride, scale, ADDS: gl.constexpr):
+    """The same for fp32, from the registers; ADDS: add the valid rows to what is there."""
     for c in gl.static_range(len(acc)):
         if ADDS:
             _add_chunk(acc[c], out + acc[0].shape[1] * c, row, valid, stride, scale)

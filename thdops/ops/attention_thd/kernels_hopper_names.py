@@ -13,7 +13,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.language.core import _aggregate
 
-__all__ = ["VIEWS_REACH_BEYOND", "aggregate", "async_atomic_add", "async_load", "barrier", "reinterpret"]
+__all__ = ["VIEWS_REACH_BEYOND", "aggregate", "async_atomic_add", "async_load", "async_store", "barrier", "reinterpret"]
 
 
 def _named(namespace: Any, name: str, older: str) -> Any:
@@ -30,6 +30,7 @@ def _async_atomic_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = N
 aggregate = _aggregate
 async_atomic_add = getattr(tma, "async_atomic_add", _async_atomic_add)
 async_load = _named(tma, "async_load", "async_copy_global_to_shared")  # since 3.8
+async_store = _named(tma, "async_store", "async_copy_shared_to_global")  # since 3.8
 barrier = _named(gl, "barrier", "thread_barrier")  # since 3.7
 reinterpret = _named(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")  # since 3.9
 VIEWS_REACH_BEYOND = gl.constexpr(not hasattr(tma, "async_load"))  # whether a reinterpreted buffer may grow; not since 3.8

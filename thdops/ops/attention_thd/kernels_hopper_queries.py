@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from thdops.ops.attention_thd.kernels_hopper_common import LOG2E, place_of
 from thdops.ops.attention_thd.kernels_hopper_memory import (
@@ -21,41 +21,59 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
     copy_tile,
     mailbox,
     meeting,
+    rows_of_fp32,
+    stage,
     store,
+    store_fp32,
 )
 from thdops.ops.attention_thd.kernels_hopper_names import barrier
 from thdops.ops.attention_thd.kernels_hopper_products import as_running, dot, dot_transposed, wait, zeros
+from thdops.ops.attention_thd.kernels_hopper_slots import FIRST, await_release, release
 from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_hidden, post, take, tile_at, zero_hidden
 
 
 @gluon.jit
 def _queries_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    descs, columns, work, heads, window, operands, tile_bars, block_bars = args
+    descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars = args
     q_desc, k_desc, v_desc, do_desc = descs
     q_head, k_head, v_head, do_head = columns
     tiles, counts, mail, mail_full, mail_empty = work
     all_heads, near, group = heads
     left, right = window
     q, k, v, do = operands
+    lse_s, delta_s = terms
     q_full, q_empty = tile_bars
-    full, empty = block_bars
+    full = block_bars
+    PARTS: gl.constexpr = q[0].shape[0]
+    ROWS: gl.constexpr = q[0].shape[1]
     BLOCK_K: gl.constexpr = k[0].shape[1]
     STAGES: gl.constexpr = k[0].shape[0]
+    THREADS: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 + 32
     Q_BYTES: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 * (D_QK + D_V)
     BYTES: gl.constexpr = BLOCK_K * 2 * (D_QK + D_V)
+    r = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
     entries = gl.load(counts)
     item = gl.atomic_add(counts + 1, 1)
     turn = 0
     n = 0
     loaded = 0
     while item < entries * all_heads:
-        post(work, turn, item)
-        turn += 1
         index, head = place_of(item, entries, heads)
         row, rows, valid, other_row, others, position = tile_at(tiles, index)
+        post(work, turn, (index, head, row, rows, valid, other_row, others, position))
+        turn += 1
         first, blocks = blocks_met(position, valid, others, left, right, BLOCK_K, LEFT, RIGHT)
         if blocks > 0:
-            mbarrier.wait(q_empty, (loaded & 1) ^ 1)
+            at = head.to(gl.int64) * tq + row
+            for part in gl.static_range(PARTS):
+                here = part * ROWS + r
+                lse_r = gl.load(lse + at + here, mask=here < valid, other=0.0) * LOG2E
+                delta_r = gl.load(delta + at + here, mask=here < valid, other=0.0)
+                if part == 0:
+                    mbarrier.wait(q_empty, (loaded & 1) ^ 1)
+                lse_s.index(part).store(lse_r)
+                delta_s.index(part).store(delta_r)
+            barrier()
             mbarrier.expect(q_full, Q_BYTES)
             copy_tile(q_desc, q, q_full, row, head * q_head)
             copy_tile(do_desc, do, q_full, row, head * do_head)
@@ -63,19 +81,19 @@ def _queries_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.cons
             for b in range(blocks):
                 j = other_row + first + b * BLOCK_K
                 slot = n % STAGES
-                mbarrier.wait(empty.index(slot), ((n // STAGES) & 1) ^ 1)
+                await_release(FIRST + slot, THREADS, n >= STAGES)
                 mbarrier.expect(full.index(slot), BYTES)
                 copy(k_desc, k, slot, full.index(slot), j, head // group * k_head)
                 copy(v_desc, v, slot, full.index(slot), j, head // group * v_head)
                 n += 1
         item = gl.atomic_add(counts + 1, 1)
-    post(work, turn, item)
+    post(work, turn, (-1,))
 
 
 @gluon.jit
 def _queries_block(
-    part: gl.constexpr, dq, lse_r, delta_r, j, tile, window, scale, operands, empty, n, start,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr,
+    part: gl.constexpr, dq, lse_r, delta_r, j, tile, window, scale, operands, n, start,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr, BRANCHES: gl.constexpr,
 ):  # fmt: skip
     """Take block n of keys, from row j on, into dQ."""
     q, k, v, do = operands
@@ -84,14 +102,15 @@ def _queries_block(
     ROWS: gl.constexpr = q[0].shape[1]
     BLOCK_K: gl.constexpr = k[0].shape[1]
     STAGES: gl.constexpr = k[0].shape[0]
+    THREADS: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 + 32
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
     slot = n % STAGES
     s = dot_transposed(q, part, k, slot, S)
     dp = dot_transposed(do, part, v, slot, S)
     if RUNS_ON:
         dq = wait(dq, len(q) + len(v))
-        barrier()
-        mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1, pred=n > start)
+        if n > start:
+            release(FIRST + (n + STAGES - 1) % STAGES, THREADS)
     cut = is_cut(j, position, valid, others, left, right, ROWS, BLOCK_K, LEFT, RIGHT)
     s = warpgroup_mma_wait(len(v), deps=(s,))
     p = gl.exp2(s * (scale * LOG2E) - lse_r[:, None])  # [ROWS, BLOCK_K]
@@ -99,8 +118,10 @@ def _queries_block(
         p = zero_hidden(p, j, position, valid, others, left, right, LEFT, RIGHT)
     dp = warpgroup_mma_wait(0, deps=(dp,))
     ds = p * (dp - delta_r[:, None])
-    if cut:
+    if not BRANCHES:
         ds = gl.where(p == 0.0, 0.0, ds)
+    elif cut:
+        ds = zero_hidden(ds, j, position, valid, others, left, right, LEFT, RIGHT)
     dq = dot(ds.to(k[0].dtype), k, slot, dq)
     if not RUNS_ON:
         dq = wait(dq, 0)
@@ -109,32 +130,31 @@ def _queries_block(
 
 @gluon.jit
 def _queries_consumer(
-    part: gl.constexpr, args, D_QK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ADDS: gl.constexpr
+    part: gl.constexpr, args, D_QK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BRANCHES: gl.constexpr, ADDS: gl.constexpr
 ):  # fmt: skip
-    dq_out, lse, delta, tq, work, heads, window, scale, operands, tile_bars, block_bars, clean = args
-    tiles, counts, mail, mail_full, mail_empty = work
+    outputs, work, heads, window, scale, operands, terms, tile_bars, block_bars, clean = args
+    dq_out, dq_desc, dq_s = outputs
+    lse_s, delta_s = terms
     all_heads, near, group = heads
     left, right = window
     q, k, v, do = operands
     q_full, q_empty = tile_bars
-    full, empty = block_bars
+    full = block_bars
     PARTS: gl.constexpr = q[0].shape[0]
     ROWS: gl.constexpr = q[0].shape[1]
     BLOCK_K: gl.constexpr = k[0].shape[1]
     STAGES: gl.constexpr = k[0].shape[0]
+    THREADS: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 + 32
     RUNS_ON: gl.constexpr = PARTS == 1
+    FP32: gl.constexpr = dq_out.dtype.element_ty == gl.float32
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
-    r = gl.arange(0, ROWS, gl.SliceLayout(1, S))
-    entries = gl.load(counts)
     turn = 0
     n = 0
     loaded = 0
     cleared = 0
-    item = take(work, turn)
-    while item < entries * all_heads:
+    index, head, row, rows, valid, other_row, others, position = take(work, turn)
+    while index >= 0:
         turn += 1
-        index, head = place_of(item, entries, heads)
-        row, rows, valid, other_row, others, position = tile_at(tiles, index)
         first, blocks = blocks_met(position, valid, others, left, right, BLOCK_K, LEFT, RIGHT)
         row += part * ROWS
         rows -= part * ROWS
@@ -142,11 +162,10 @@ def _queries_consumer(
         position += part * ROWS
         if blocks > 0:
             dq = zeros(q)
-            at = head.to(gl.int64) * tq + row
-            lse_r = gl.load(lse + at + r, mask=r < valid, other=0.0) * LOG2E
-            delta_r = gl.load(delta + at + r, mask=r < valid, other=0.0)
             mbarrier.wait(q_full, loaded & 1)
             loaded += 1
+            lse_r = lse_s.index(part).load(gl.SliceLayout(1, S))
+            delta_r = delta_s.index(part).load(gl.SliceLayout(1, S))
             start = n
             running = as_running(dq) if RUNS_ON else dq
             for b in range(blocks):
@@ -158,53 +177,92 @@ def _queries_consumer(
                 tile = (position, valid, others)
                 if RUNS_ON:
                     running = _queries_block(
-                        part, running, lse_r, delta_r, j, tile, window, scale, operands, empty, n, start, LEFT, RIGHT, RUNS_ON
+                        part,
+                        running,
+                        lse_r,
+                        delta_r,
+                        j,
+                        tile,
+                        window,
+                        scale,
+                        operands,
+                        n,
+                        start,
+                        LEFT,
+                        RIGHT,
+                        RUNS_ON,
+                        BRANCHES,
                     )
                 else:
                     if not is_hidden(j, position, valid, left, right, ROWS, BLOCK_K, LEFT, RIGHT):
                         running = _queries_block(
-                            part, running, lse_r, delta_r, j, tile, window, scale, operands, empty, n, start, LEFT, RIGHT, RUNS_ON
+                            part,
+                            running,
+                            lse_r,
+                            delta_r,
+                            j,
+                            tile,
+                            window,
+                            scale,
+                            operands,
+                            n,
+                            start,
+                            LEFT,
+                            RIGHT,
+                            RUNS_ON,
+                            BRANCHES,
                         )
-                    barrier()
-                    mbarrier.arrive(empty.index(n % STAGES), count=1)
+                    release(FIRST + n % STAGES, THREADS)
                 n += 1
             if RUNS_ON:
                 dq = wait(running, 0)
-                barrier()
-                mbarrier.arrive(empty.index((n + STAGES - 1) % STAGES), count=1)
+                release(FIRST + (n + STAGES - 1) % STAGES, THREADS)
             else:
                 dq = running
+            if not FP32:
+                tma.store_wait(0)  # what the tile before has staged has been read
+            barrier()
             mbarrier.arrive(q_empty, count=1)
-            store(dq, dq_out + head * D_QK, row, rows, valid, all_heads * D_QK, scale, ADDS)
+            if FP32:
+                store_fp32(dq, dq_out + head * D_QK, row, rows, valid, all_heads * D_QK, scale, ADDS)
+            else:
+                stage(dq, dq_s, part, scale)
+                fence_async_shared()
+                barrier()
+                store(dq_s, part, dq_desc, dq_out, head * D_QK, row, rows, valid, all_heads * D_QK)
         elif not ADDS:
             clear_rows(dq_out + head * D_QK, row, rows, all_heads * D_QK, q)
-        item = take(work, turn)
+        index, head, row, rows, valid, other_row, others, position = take(work, turn)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "heads", "near", "group", "left", "right"])
 def queries_kernel(
-    q0, q1, k0, k1, v0, v1, do0, do1, q_head, k_head, v_head, do_head, lse, delta, dq, tq, tiles, counts,
+    q0, q1, k0, k1, v0, v1, do0, do1, dq0, dq1, q_head, k_head, v_head, do_head, lse, delta, dq, tq, tiles, counts,
     heads, near, group, left, right, scale,
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    ADDS: gl.constexpr,
+    BRANCHES: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     """dQ of the query tiles of every query head. ADDS: onto what dq holds."""
     descs = (chunks_of(q0, q1), chunks_of(k0, k1), chunks_of(v0, v1), chunks_of(do0, do1))
     columns = (q_head, k_head, v_head, do_head)
     operands = (buffers(descs[0], PARTS), buffers(descs[1], STAGES), buffers(descs[2], STAGES), buffers(descs[3], PARTS))
+    ROWS: gl.constexpr = operands[0][0].shape[1]
+    terms = (rows_of_fp32(PARTS, ROWS), rows_of_fp32(PARTS, ROWS))
     window = (left, right)
     work = (tiles, counts, mailbox(), barriers(2, 1), barriers(2, PARTS))
     tile_bars = (barriers(1, 1).index(0), barriers(1, PARTS).index(0))
-    block_bars = (barriers(STAGES, 1), barriers(STAGES, PARTS))
+    block_bars = barriers(STAGES, 1)
     clean = meeting(PARTS)
     fence_async_shared()
     barrier()
-    load = (descs, columns, work, (heads, near, group), window, operands, tile_bars, block_bars)
-    args = (dq, lse, delta, tq, work, (heads, near, group), window, scale, operands, tile_bars, block_bars, clean)
+    load = (descs, columns, lse, delta, tq, work, (heads, near, group), window, operands, terms, tile_bars, block_bars)
+    outputs = (dq, chunks_of(dq0, dq1), operands[0] if dq.dtype.element_ty == gl.float32 else buffers(descs[0], PARTS))
+    args = (outputs, work, (heads, near, group), window, scale, operands, terms, tile_bars, block_bars, clean)
     if PARTS == 1:
         gl.warp_specialize(
             [
-                (_queries_consumer, (gl.constexpr(0), args, D_QK, LEFT, RIGHT, ADDS)),
+                (_queries_consumer, (gl.constexpr(0), args, D_QK, LEFT, RIGHT, BRANCHES, ADDS)),
                 (_queries_producer, (load, D_QK, D_V, LEFT, RIGHT)),
             ],
             [1],
@@ -213,8 +271,8 @@ def queries_kernel(
     else:
         gl.warp_specialize(
             [
-                (_queries_consumer, (gl.constexpr(0), args, D_QK, LEFT, RIGHT, ADDS)),
-                (_queries_consumer, (gl.constexpr(1), args, D_QK, LEFT, RIGHT, ADDS)),
+                (_queries_consumer, (gl.constexpr(0), args, D_QK, LEFT, RIGHT, BRANCHES, ADDS)),
+                (_queries_consumer, (gl.constexpr(1), args, D_QK, LEFT, RIGHT, BRANCHES, ADDS)),
                 (_queries_producer, (load, D_QK, D_V, LEFT, RIGHT)),
             ],
             [4, 1],

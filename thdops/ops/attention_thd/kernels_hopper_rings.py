@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from thdops.ops.attention_thd.kernels_hopper_names import aggregate, async_load, barrier
+from thdops.ops.attention_thd.kernels_hopper_slots import await_release, release
 
 FIELDS = gl.constexpr(8)  # integers that the loading warp hands on with a tile
 
@@ -21,15 +22,17 @@ class Ring:
 
     buffers: gl.shared_memory_descriptor  # [STAGES * n, rows, columns]
     full: gl.shared_memory_descriptor
-    empty: gl.shared_memory_descriptor
     STAGES: gl.constexpr
+    RELEASED: gl.constexpr  # the first of as many named barriers
+    THREADS: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, buffers, full, empty, STAGES) -> None:
+    def __init__(self, buffers, full, STAGES, RELEASED, THREADS) -> None:
         self.buffers = buffers
         self.full = full
-        self.empty = empty
         self.STAGES = gl.constexpr(STAGES)
+        self.RELEASED = gl.constexpr(RELEASED)
+        self.THREADS = gl.constexpr(THREADS)
 
     @gluon.jit
     def wait_full(self, n, pred=True):
@@ -37,23 +40,21 @@ class Ring:
 
     @gluon.jit
     def wait_empty(self, n):
-        mbarrier.wait(self.empty.index(n % self.STAGES), ((n // self.STAGES) & 1) ^ 1)
+        await_release(self.RELEASED + n % self.STAGES, self.THREADS, n >= self.STAGES)
 
     @gluon.jit
     def release(self, n):
-        mbarrier.arrive(self.empty.index(n % self.STAGES), count=1)
+        release(self.RELEASED + n % self.STAGES, self.THREADS)
 
 
 @gluon.jit
-def make_ring(desc, BUFFERS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr):
+def make_ring(desc, BUFFERS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.constexpr, RELEASED: gl.constexpr):
     """A ring of STAGES times BUFFERS boxes of `desc`, for GROUPS warpgroups."""
     buffers = gl.allocate_shared_memory(desc.dtype, [STAGES * BUFFERS, desc.block_shape[0], desc.block_shape[1]], desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-        mbarrier.init(empty.index(i), count=GROUPS)
-    return Ring(buffers, full, empty, STAGES)
+    return Ring(buffers, full, STAGES, RELEASED, GROUPS * 128 + 32)
 
 
 @gluon.jit

@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from thdops.ops.attention_thd.kernels_hopper_memory import barriers, buffer
 from thdops.ops.attention_thd.kernels_hopper_names import async_atomic_add, barrier
-from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, key_place, take, tile_at
+from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, take
 
 # --- the way through a tile's blocks ---------------------------------------------------------------------------------------------
 
@@ -113,14 +113,11 @@ def add_in_order(
     kv_heads, near, group = heads
     left, right = window
     BLOCK_Q: gl.constexpr = dq_s.shape[1]
-    entries = gl.load(counts)
     items = 0
     n = 0
-    item = take(work, items)
-    while item < entries * kv_heads:
+    index, head, row, rows, valid, other_row, others, position = take(work, items)
+    while index >= 0:
         items += 1
-        index, head = key_place(item, entries, heads)
-        row, rows, valid, other_row, others, position = tile_at(tiles, index)
         first, blocks = blocks_met(position, valid, others, right, left, BLOCK_Q, RIGHT, LEFT, True)
         if blocks > 0:
             entry = tiles + index.to(gl.int64) * 8
@@ -147,7 +144,7 @@ def add_in_order(
                 gl.atomic_add(added, 1, sem="release")
                 mbarrier.arrive(empty.index(slot), count=1)
                 n += 1
-        item = take(work, items)
+        index, head, row, rows, valid, other_row, others, position = take(work, items)
 
 
 @gluon.jit

@@ -17,26 +17,35 @@ from thdops.ops.attention_thd.kernels_hopper_names import barrier
 
 
 @gluon.jit
-def post(work, turn, item):
-    """Tell the consumers which item comes next; two may be on their way."""
+def post(work, turn, values):
+    """Tell the consumers which item comes next: the integers of `take`, the first one -1 behind the last item. Two may be on their
+    way.
+    """
     tiles, counts, mail, full, empty = work
     slot = turn % 2
+    i = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    packed = i * 0
+    for f in gl.static_range(len(values)):
+        packed = gl.where(i == f, values[f], packed)
     mbarrier.wait(empty.index(slot), ((turn // 2) & 1) ^ 1)
-    mail.index(slot).store(gl.full([1], item, gl.int32, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
+    mail.index(slot).store(packed)
     barrier()
     mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
 def take(work, turn):
-    """Which item comes next."""
+    """The next item: (index of its tile, head, and what `tile_at` gives)."""
     tiles, counts, mail, full, empty = work
     slot = turn % 2
     mbarrier.wait(full.index(slot), (turn // 2) & 1)
-    item = gl.max(mail.index(slot).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), axis=0)
+    values = ()
+    for f in gl.static_range(8):
+        field = mail.index(slot).slice(f, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        values = values + (gl.max(field, axis=0),)
     barrier()
     mbarrier.arrive(empty.index(slot), count=1)
-    return item
+    return values
 
 
 @gluon.jit
