@@ -34,6 +34,7 @@ from torch import Tensor
 from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of, key_order, query_order
 from thdops.ops.attention_thd.kernels_hopper_keys import keys_kernel
 from thdops.ops.attention_thd.kernels_hopper_queries import queries_kernel
+from thdops.ops.attention_thd.kernels_tiles import SHORT, narrow
 from thdops.ops.launch import Launch, multiprocessors
 from thdops.ops.plans import meta
 
@@ -50,21 +51,26 @@ class _Plan(NamedTuple):
     warps: int
     per_sm: int = 1
     registers: int | None = None
-    early: bool = True
-    branches: bool = True
+    early: bool = True  # LSE is loaded before it is needed, and P multiplied before dS is known: not where registers are short
+    branches: bool = True  # dS of hidden pairs is zeroed in blocks that have some; else by a selection in every block
+
+
+def _plans(long: _Plan, short: _Plan | None = None) -> tuple[_Plan, _Plan]:
+    """For long sequences, and for short ones or narrow windows, where most blocks have hidden pairs and branches do not pay."""
+    return long, (short or long)._replace(branches=False)
 
 
 _KEYS = {
-    (64, 64): _Plan(128, 2, 64, 3, 4),
-    (96, 96): _Plan(128, 1, 64, 2, 8),
-    (128, 128): _Plan(128, 1, 64, 2, 8, branches=False),
-    (192, 128): _Plan(128, 1, 32, 3, 8),
+    (64, 64): _plans(_Plan(128, 2, 64, 3, 4)),
+    (96, 96): _plans(_Plan(128, 1, 64, 2, 8)),
+    (128, 128): _plans(_Plan(128, 1, 64, 2, 8, branches=False)),
+    (192, 128): _plans(_Plan(128, 1, 32, 3, 8)),
 }
 _QUERIES = {
-    (64, 64): _Plan(128, 2, 128, 2, 4),
-    (96, 96): _Plan(128, 2, 64, 2, 4),
-    (128, 128): _Plan(64, 1, 64, 2, 4, 2, 128, branches=False),
-    (192, 128): _Plan(128, 2, 64, 2, 4),
+    (64, 64): _plans(_Plan(128, 2, 128, 2, 4), _Plan(128, 2, 64, 3, 4)),
+    (96, 96): _plans(_Plan(128, 2, 64, 2, 4)),
+    (128, 128): _plans(_Plan(64, 1, 64, 2, 4, 2, 128, branches=False)),
+    (192, 128): _plans(_Plan(128, 2, 64, 2, 4)),
 }
 # With the reduction, where that was the faster way to dQ: tiles as above. In order for a single consumer only.
 _REDUCED = {
@@ -81,7 +87,7 @@ def serves(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
 
 def tile_rows(d_qk: int, d_v: int) -> tuple[int, int]:
     """Rows of a query tile and of a key tile: what the tile tables are made with."""
-    return _QUERIES[d_qk, d_v].rows, _KEYS[d_qk, d_v].rows
+    return _QUERIES[d_qk, d_v][0].rows, _KEYS[d_qk, d_v][0].rows
 
 
 def reduces(d_qk: int, d_v: int, ordered: bool) -> bool:
@@ -107,7 +113,7 @@ class Keys:
         reduces: bool, turns: int,
     ) -> None:  # fmt: skip
         shape = (q.shape[2], v.shape[2])
-        plan = (_REDUCED if reduces else _KEYS)[shape]
+        plan = _REDUCED[shape] if reduces else _KEYS[shape][mean < SHORT or narrow(left, right)]
         self._operands = _Operands(q, k, v, do, plan.block, plan.rows // plan.parts)
         rows = plan.rows // plan.parts
         self._dk, self._dv = (_Chunks(meta(*x.shape, dtype=x.dtype), rows) for x in (k, v))
@@ -146,7 +152,7 @@ class Queries:
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, mean: float, left: int, right: int, scale: float, adds: bool
     ) -> None:
         shape = (q.shape[2], v.shape[2])
-        plan = _QUERIES[shape]
+        plan = _QUERIES[shape][mean < SHORT or narrow(left, right)]
         self._operands = _Operands(q, k, v, do, plan.rows // plan.parts, plan.block)
         self._dq = _Chunks(meta(*q.shape, dtype=q.dtype), plan.rows // plan.parts)
         constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, plan.branches, int(adds))

@@ -36,10 +36,10 @@ from thdops.ops.attention_thd.kernels_hopper_common import (
 from thdops.ops.attention_thd.kernels_hopper_names import async_store
 from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, stage, store_fp32, store_out
 from thdops.ops.attention_thd.kernels_hopper_rings import FIELDS, load_boxes, make_ring, publish, receive, skip
-from thdops.ops.attention_thd.kernels_hopper_slots import FIRST
+from thdops.ops.attention_thd.kernels_hopper_slots import BEHIND, FIRST
 from thdops.ops.attention_thd.kernels_hopper_softmax import attend, finish
 from thdops.ops.attention_thd.kernels_hopper_view import CHUNK, ROWS, Plan, View
-from thdops.ops.attention_thd.kernels_tiles import SHORT
+from thdops.ops.attention_thd.kernels_tiles import narrow
 from thdops.ops.launch import Launch, multiprocessors
 
 # --- the warp that loads ---------------------------------------------------------------------------------------------------------
@@ -176,8 +176,8 @@ def _clear_tile(args, plan, GROUP: gl.constexpr, tile):
     do_not_specialize=["heads", "near", "group", "q_head", "k_head", "v_head", "out_row", "out_head", "lse_head", "left", "right"],
 )
 def attention_forward(
-    q, k, v, tiles, counts, found, unit, out, out_desc, lse, sink, heads, near, group, q_head, k_head, v_head, out_row, out_head, lse_head,
-    left, right, scale, softcap,
+    q, k, v, tiles, counts, found, unit, out, out_desc, lse, sink, heads, near, group, q_head, k_head, v_head, out_row, out_head,
+    lse_head, left, right, scale, softcap,
     GROUPS: gl.constexpr, D_QK: gl.constexpr, D_V: gl.constexpr, BLOCK_N: gl.constexpr, Q_STAGES: gl.constexpr,
     STAGES: gl.constexpr, HAS_LEFT: gl.constexpr, HAS_RIGHT: gl.constexpr, SOFTMAX: gl.constexpr, SOFTCAP: gl.constexpr,
 ):  # fmt: skip
@@ -187,6 +187,7 @@ def attention_forward(
     from one head to the next. Keys d - left..d + right are seen from diagonal d. `scale` makes base-2 logits.
     """
     plan = Plan(GROUPS, D_V, BLOCK_N, D_QK // CHUNK, HAS_LEFT, HAS_RIGHT, SOFTMAX, SOFTCAP)
+    gl.static_assert(FIRST + Q_STAGES + 2 * STAGES <= BEHIND)
     q_ring = make_ring(q, GROUPS * D_QK // CHUNK, Q_STAGES, GROUPS, FIRST)
     k_ring = make_ring(k, D_QK // CHUNK, STAGES, GROUPS, FIRST + Q_STAGES)
     v_ring = make_ring(v, 1, STAGES, GROUPS, FIRST + Q_STAGES + STAGES)
@@ -252,9 +253,8 @@ def serves(q: Tensor, k: Tensor, v: Tensor, scale: float) -> bool:
 
 
 def shape_of(q: Tensor, v: Tensor, left: int, right: int, short: bool) -> Shape:
-    """For tensors that `serves` takes: `short` sequences, or rows that see about as few keys through a window."""
-    windowed = left >= 0 and right >= 0 and left + right < SHORT // 2  # what a causal row of such sequences sees in the mean
-    return _SHAPES[q.shape[2], v.shape[2]][short or windowed]
+    """For tensors that `serves` takes: `short` sequences or a narrow window, or neither."""
+    return _SHAPES[q.shape[2], v.shape[2]][short or narrow(left, right)]
 
 
 class Forward:

@@ -31,7 +31,7 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
 from thdops.ops.attention_thd.kernels_hopper_names import barrier
 from thdops.ops.attention_thd.kernels_hopper_products import as_running, dot, dot_transposed, wait, zeros
 from thdops.ops.attention_thd.kernels_hopper_shares import add_in_order, first_step, hand_over, make_shares, next_step, start_share
-from thdops.ops.attention_thd.kernels_hopper_slots import FIRST, await_release, release
+from thdops.ops.attention_thd.kernels_hopper_slots import FIRST, await_release, release, threads_of
 from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_hidden, key_place, post, take, tile_at, zero_hidden
 
 
@@ -39,7 +39,7 @@ from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_
 def _keys_producer(
     args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, ORDERED: gl.constexpr
 ):  # fmt: skip
-    descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars = args
+    descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, full = args
     q_desc, k_desc, v_desc, do_desc = descs
     q_head, k_head, v_head, do_head = columns
     tiles, counts, mail, mail_full, mail_empty = work
@@ -48,10 +48,9 @@ def _keys_producer(
     q, k, v, do = operands
     lse_s, delta_s = terms
     kv_full, kv_empty = tile_bars
-    full = block_bars
     BLOCK_Q: gl.constexpr = q[0].shape[1]
     STAGES: gl.constexpr = q[0].shape[0]
-    THREADS: gl.constexpr = k[0].shape[0] * k[0].shape[1] * 2 + 32
+    THREADS: gl.constexpr = threads_of(k[0].shape[0] * k[0].shape[1])
     KV_BYTES: gl.constexpr = k[0].shape[0] * k[0].shape[1] * 2 * (D_QK + D_V)
     BYTES: gl.constexpr = BLOCK_Q * 2 * (D_QK + D_V)
     offsets = gl.arange(0, BLOCK_Q, gl.BlockedLayout([1], [32], [1], [0]))
@@ -109,7 +108,7 @@ def _keys_block(
     ROWS: gl.constexpr = k[0].shape[1]
     BLOCK_Q: gl.constexpr = q[0].shape[1]
     STAGES: gl.constexpr = q[0].shape[0]
-    THREADS: gl.constexpr = k[0].shape[0] * k[0].shape[1] * 2 + 32
+    THREADS: gl.constexpr = threads_of(k[0].shape[0] * k[0].shape[1])
     dtype: gl.constexpr = k[0].dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_Q, 16])
     along: gl.constexpr = gl.SliceLayout(0, S)
@@ -166,18 +165,17 @@ def _keys_consumer(
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, EARLY: gl.constexpr, BRANCHES: gl.constexpr,
     REDUCE: gl.constexpr, ORDERED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    outputs, shares, work, heads, window, scale, operands, terms, tile_bars, block_bars, clean = args
+    outputs, shares, work, heads, window, scale, operands, terms, tile_bars, full, clean = args
     dk_out, dv_out, dk_desc, dv_desc, dk_s, dv_s = outputs
     kv_heads, near, group = heads
     left, right = window
     q, k, v, do = operands
     kv_full, kv_empty = tile_bars
-    full = block_bars
     PARTS: gl.constexpr = k[0].shape[0]
     ROWS: gl.constexpr = k[0].shape[1]
     BLOCK_Q: gl.constexpr = q[0].shape[1]
     STAGES: gl.constexpr = q[0].shape[0]
-    THREADS: gl.constexpr = k[0].shape[0] * k[0].shape[1] * 2 + 32
+    THREADS: gl.constexpr = threads_of(k[0].shape[0] * k[0].shape[1])
     RUNS_ON: gl.constexpr = PARTS == 1
     FP32: gl.constexpr = dk_out.dtype.element_ty == gl.float32
     turn = 0
@@ -261,8 +259,8 @@ def _keys_consumer(
     do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "turns_a_head", "kv_heads", "near", "group", "left", "right"]
 )
 def keys_kernel(
-    q0, q1, k0, k1, v0, v1, do0, do1, dk0, dk1, dv0, dv1, dq_desc, turns, q_head, k_head, v_head, do_head, lse, delta, dk, dv, tq, tiles, counts,
-    turns_a_head, kv_heads, near, group, left, right, scale,
+    q0, q1, k0, k1, v0, v1, do0, do1, dk0, dk1, dv0, dv1, dq_desc, turns, q_head, k_head, v_head, do_head, lse, delta, dk, dv, tq,
+    tiles, counts, turns_a_head, kv_heads, near, group, left, right, scale,
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     EARLY: gl.constexpr, BRANCHES: gl.constexpr, REDUCE: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
@@ -283,9 +281,9 @@ def keys_kernel(
     window = (left, right)
     work = (tiles, counts, mailbox(), barriers(2, 1), barriers(2, PARTS + (1 if ORDERED else 0)))
     tile_bars = (barriers(1, 1).index(0), barriers(1, PARTS).index(0))
-    block_bars = barriers(STAGES, 1)
+    full = barriers(STAGES, 1)
     clean = meeting(PARTS)
-    both = (work, heads, window, scale, operands, terms, tile_bars, block_bars, clean)
+    both = (work, heads, window, scale, operands, terms, tile_bars, full, clean)
     # With shares there is no memory left for dk and dv; long sequences do not mind K and V waiting.
     staging = (k, v) if REDUCE or dk.dtype.element_ty == gl.float32 else (buffers(descs[1], PARTS), buffers(descs[2], PARTS))
     outputs = (dk, dv, chunks_of(dk0, dk1), chunks_of(dv0, dv1)) + staging
@@ -293,7 +291,7 @@ def keys_kernel(
     second = (outputs, make_shares(dq_desc, k, q, REDUCE and PARTS > 1, False)) + both
     fence_async_shared()
     barrier()
-    load = (descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars)
+    load = (descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, full)
     if ORDERED:  # has one consumer
         ROWS: gl.constexpr = k[0].shape[1]
         gl.warp_specialize(

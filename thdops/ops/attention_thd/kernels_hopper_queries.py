@@ -28,13 +28,13 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
 )
 from thdops.ops.attention_thd.kernels_hopper_names import barrier
 from thdops.ops.attention_thd.kernels_hopper_products import as_running, dot, dot_transposed, wait, zeros
-from thdops.ops.attention_thd.kernels_hopper_slots import FIRST, await_release, release
+from thdops.ops.attention_thd.kernels_hopper_slots import FIRST, await_release, release, threads_of
 from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_hidden, post, take, tile_at, zero_hidden
 
 
 @gluon.jit
 def _queries_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr):
-    descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, block_bars = args
+    descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, full = args
     q_desc, k_desc, v_desc, do_desc = descs
     q_head, k_head, v_head, do_head = columns
     tiles, counts, mail, mail_full, mail_empty = work
@@ -43,12 +43,11 @@ def _queries_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.cons
     q, k, v, do = operands
     lse_s, delta_s = terms
     q_full, q_empty = tile_bars
-    full = block_bars
     PARTS: gl.constexpr = q[0].shape[0]
     ROWS: gl.constexpr = q[0].shape[1]
     BLOCK_K: gl.constexpr = k[0].shape[1]
     STAGES: gl.constexpr = k[0].shape[0]
-    THREADS: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 + 32
+    THREADS: gl.constexpr = threads_of(q[0].shape[0] * q[0].shape[1])
     Q_BYTES: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 * (D_QK + D_V)
     BYTES: gl.constexpr = BLOCK_K * 2 * (D_QK + D_V)
     r = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
@@ -102,7 +101,7 @@ def _queries_block(
     ROWS: gl.constexpr = q[0].shape[1]
     BLOCK_K: gl.constexpr = k[0].shape[1]
     STAGES: gl.constexpr = k[0].shape[0]
-    THREADS: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 + 32
+    THREADS: gl.constexpr = threads_of(q[0].shape[0] * q[0].shape[1])
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
     slot = n % STAGES
     s = dot_transposed(q, part, k, slot, S)
@@ -130,21 +129,21 @@ def _queries_block(
 
 @gluon.jit
 def _queries_consumer(
-    part: gl.constexpr, args, D_QK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BRANCHES: gl.constexpr, ADDS: gl.constexpr
+    part: gl.constexpr, args,
+    D_QK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BRANCHES: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    outputs, work, heads, window, scale, operands, terms, tile_bars, block_bars, clean = args
+    outputs, work, heads, window, scale, operands, terms, tile_bars, full, clean = args
     dq_out, dq_desc, dq_s = outputs
     lse_s, delta_s = terms
     all_heads, near, group = heads
     left, right = window
     q, k, v, do = operands
     q_full, q_empty = tile_bars
-    full = block_bars
     PARTS: gl.constexpr = q[0].shape[0]
     ROWS: gl.constexpr = q[0].shape[1]
     BLOCK_K: gl.constexpr = k[0].shape[1]
     STAGES: gl.constexpr = k[0].shape[0]
-    THREADS: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 + 32
+    THREADS: gl.constexpr = threads_of(q[0].shape[0] * q[0].shape[1])
     RUNS_ON: gl.constexpr = PARTS == 1
     FP32: gl.constexpr = dq_out.dtype.element_ty == gl.float32
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
@@ -177,41 +176,15 @@ def _queries_consumer(
                 tile = (position, valid, others)
                 if RUNS_ON:
                     running = _queries_block(
-                        part,
-                        running,
-                        lse_r,
-                        delta_r,
-                        j,
-                        tile,
-                        window,
-                        scale,
-                        operands,
-                        n,
-                        start,
-                        LEFT,
-                        RIGHT,
-                        RUNS_ON,
-                        BRANCHES,
-                    )
+                        part, running, lse_r, delta_r, j, tile, window, scale, operands, n, start,
+                        LEFT, RIGHT, RUNS_ON, BRANCHES,
+                    )  # fmt: skip
                 else:
                     if not is_hidden(j, position, valid, left, right, ROWS, BLOCK_K, LEFT, RIGHT):
                         running = _queries_block(
-                            part,
-                            running,
-                            lse_r,
-                            delta_r,
-                            j,
-                            tile,
-                            window,
-                            scale,
-                            operands,
-                            n,
-                            start,
-                            LEFT,
-                            RIGHT,
-                            RUNS_ON,
-                            BRANCHES,
-                        )
+                            part, running, lse_r, delta_r, j, tile, window, scale, operands, n, start,
+                            LEFT, RIGHT, RUNS_ON, BRANCHES,
+                        )  # fmt: skip
                     release(FIRST + n % STAGES, THREADS)
                 n += 1
             if RUNS_ON:
@@ -252,13 +225,13 @@ def queries_kernel(
     window = (left, right)
     work = (tiles, counts, mailbox(), barriers(2, 1), barriers(2, PARTS))
     tile_bars = (barriers(1, 1).index(0), barriers(1, PARTS).index(0))
-    block_bars = barriers(STAGES, 1)
+    full = barriers(STAGES, 1)
     clean = meeting(PARTS)
     fence_async_shared()
     barrier()
-    load = (descs, columns, lse, delta, tq, work, (heads, near, group), window, operands, terms, tile_bars, block_bars)
+    load = (descs, columns, lse, delta, tq, work, (heads, near, group), window, operands, terms, tile_bars, full)
     outputs = (dq, chunks_of(dq0, dq1), operands[0] if dq.dtype.element_ty == gl.float32 else buffers(descs[0], PARTS))
-    args = (outputs, work, (heads, near, group), window, scale, operands, terms, tile_bars, block_bars, clean)
+    args = (outputs, work, (heads, near, group), window, scale, operands, terms, tile_bars, full, clean)
     if PARTS == 1:
         gl.warp_specialize(
             [

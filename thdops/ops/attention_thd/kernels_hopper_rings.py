@@ -11,7 +11,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from thdops.ops.attention_thd.kernels_hopper_names import aggregate, async_load, barrier
-from thdops.ops.attention_thd.kernels_hopper_slots import await_release, release
+from thdops.ops.attention_thd.kernels_hopper_slots import await_release, release, threads_of
+from thdops.ops.attention_thd.kernels_hopper_view import ROWS
 
 FIELDS = gl.constexpr(8)  # integers that the loading warp hands on with a tile
 
@@ -23,7 +24,7 @@ class Ring:
     buffers: gl.shared_memory_descriptor  # [STAGES * n, rows, columns]
     full: gl.shared_memory_descriptor
     STAGES: gl.constexpr
-    RELEASED: gl.constexpr  # the first of as many named barriers
+    RELEASED: gl.constexpr  # the first of the barriers of `kernels_hopper_slots.py`, one for each buffer
     THREADS: gl.constexpr
 
     @gluon.constexpr_function
@@ -54,7 +55,7 @@ def make_ring(desc, BUFFERS: gl.constexpr, STAGES: gl.constexpr, GROUPS: gl.cons
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=1)
-    return Ring(buffers, full, STAGES, RELEASED, GROUPS * 128 + 32)
+    return Ring(buffers, full, STAGES, RELEASED, threads_of(GROUPS * ROWS))
 
 
 @gluon.jit

@@ -135,6 +135,7 @@ def add_in_order(
                 mbarrier.wait(full.index(slot), (n // 2) & 1)
                 while taken < before:
                     taken = _taken(turn)
+                _follow()
                 async_atomic_add(dq_desc, [other_row + i, (head * group + g) * D], dq_s.index(slot))
                 added = turn
                 g, i = next_step(g, i, group, first, blocks, BLOCK_Q, True)
@@ -150,6 +151,12 @@ def add_in_order(
 @gluon.jit
 def _taken(turn):
     return gl.atomic_add(turn, 0, sem="acquire")
+
+
+@gluon.jit
+def _follow():
+    """Order what TMA adds from here on behind what was acquired: to memory it is a proxy of its own."""
+    gl.inline_asm_elementwise("fence.proxy.async.global; mov.u32 $0, 0;", "=r,r", [gl.program_id(0)], gl.int32, False, 1)
 
 
 @gluon.jit

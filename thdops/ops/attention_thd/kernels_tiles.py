@@ -45,6 +45,11 @@ _TOGETHER = 1024
 _FIELDS = 8
 
 
+def narrow(left: int, right: int) -> bool:
+    """Whether rows see about as few keys through a window as in short sequences, where a causal row sees half of them."""
+    return left >= 0 and right >= 0 and left + right < SHORT // 2
+
+
 def capacity(rows: int, sequences: int, block: int) -> int:
     """How many tiles there can be: every segment may end in a partial one."""
     return triton.cdiv(rows, block) + sequences + 2
