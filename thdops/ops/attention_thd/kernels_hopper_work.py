@@ -6,6 +6,8 @@ position p of the other side's axis meets the rows [p - before, p + after] of it
 
 from __future__ import annotations
 
+from typing import Any
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
@@ -34,7 +36,7 @@ def post(work, turn, values):
 
 
 @gluon.jit
-def take(work, turn):
+def take(work, turn) -> Any:
     """The next item: (index of its tile, head, and what `tile_at` gives)."""
     tiles, counts, mail, full, empty = work
     slot = turn % 2
