@@ -20,7 +20,7 @@ from typing import NamedTuple
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
 from thdops.ops.attention_thd.kernels_hopper_common import (
     ELEMENT,
@@ -37,7 +37,7 @@ from thdops.ops.attention_thd.kernels_hopper_names import async_store
 from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, stage, store_fp32, store_out
 from thdops.ops.attention_thd.kernels_hopper_rings import FIELDS, load_boxes, make_ring, publish, receive, skip
 from thdops.ops.attention_thd.kernels_hopper_slots import BEHIND, FIRST
-from thdops.ops.attention_thd.kernels_hopper_softmax import attend, finish, issue_logits
+from thdops.ops.attention_thd.kernels_hopper_softmax import attend, finish
 from thdops.ops.attention_thd.kernels_hopper_view import CHUNK, ROWS, Plan, View
 from thdops.ops.attention_thd.kernels_tiles import narrow
 from thdops.ops.launch import Launch, multiprocessors
@@ -90,105 +90,67 @@ def produce(q, k, v, q_ring, k_ring, v_ring, fields, tiles, counts, heads, head_
 @gluon.jit
 def consume(args, plan, GROUP: gl.constexpr):
     q_ring, k_ring, v_ring, fields, before, unit, out, out_desc, lse, sink, out_strides, left, right, scale, softcap = args
-    AHEAD: gl.constexpr = q_ring.STAGES > 1  # a tile's first product starts before the tile before it is left
     n = 0
+    it = 0
     row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
-    view = _view(others, position, valid, left, right, GROUP, plan)
-    s, it = _start(q_ring, k_ring, v_ring, n, 0, view, begin, end, GROUP, plan)
-    s = warpgroup_mma_wait(0, deps=[s])
     while row >= 0:
         tile = (row, rows, valid, head)
-        here, old = _found(args, plan, GROUP, tile)
-        o, m, total, it = attend(q_ring, _boxes_of(n, q_ring, GROUP, plan), k_ring, v_ring, it, s, view, here, scale, softcap, plan)
+        first = position + GROUP * ROWS
+        view = View(others, first, gl.minimum(first + ROWS, position + valid) - 1, left, right, plan)
         own_begin, own_end = view.blocks()
-        it = skip(k_ring, v_ring, it, gl.where(own_end > own_begin, own_begin - begin, 0))
-        if AHEAD:
-            row, rows, valid, others, position, head, begin, end = receive(fields, n + 1, q_ring)
-            view = _view(others, position, valid, left, right, GROUP, plan)
-            s, it = _start(q_ring, k_ring, v_ring, n + 1, it, view, begin, end, GROUP, plan)
-        if len(before) > 0 or tile[2] > GROUP * ROWS:
-            _leave_tile(args, plan, GROUP, tile, n, o, m, total, here, old)
+        own_end = gl.where(own_end > own_begin, own_end, begin)
+        it = skip(k_ring, v_ring, it, end - own_end)
+        if len(before) > 0 or valid > GROUP * ROWS:
+            it = _attend_tile(args, plan, GROUP, tile, view, n, it)
         else:
             _clear_tile(args, plan, GROUP, tile)
+        it = skip(k_ring, v_ring, it, gl.minimum(own_begin, own_end) - begin)
         tma.store_wait(0)  # of what was staged where Q was
         q_ring.release(n)
         n += 1
-        if not AHEAD:
-            row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
-            view = _view(others, position, valid, left, right, GROUP, plan)
-            s, it = _start(q_ring, k_ring, v_ring, n, it, view, begin, end, GROUP, plan)
-        s = warpgroup_mma_wait(0, deps=[s])
+        row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
 
 
 @gluon.jit
-def _view(others, position, valid, left, right, GROUP: gl.constexpr, plan):
-    """What a warpgroup's rows of a tile see."""
-    first = position + GROUP * ROWS
-    return View(others, first, gl.minimum(first + ROWS, position + valid) - 1, left, right, plan)
-
-
-@gluon.jit
-def _boxes_of(n, q_ring, GROUP: gl.constexpr, plan):
-    """Where a warpgroup's rows of the n-th Q begin."""
-    return (n % q_ring.STAGES * plan.GROUPS + GROUP) * plan.CHUNKS
-
-
-@gluon.jit
-def _start(q_ring, k_ring, v_ring, n, it, view, begin, end, GROUP: gl.constexpr, plan):
-    """Start the first product of the n-th tile, of anything where it has no block; and the number of that block."""
-    own_begin, own_end = view.blocks()
-    some = own_end > own_begin
-    it = skip(k_ring, v_ring, it, end - gl.where(some, own_end, begin))
-    k_ring.wait_full(it, pred=some)
-    return issue_logits(q_ring, _boxes_of(n, q_ring, GROUP, plan), k_ring, it, plan), it
-
-
-@gluon.jit
-def _found(args, plan, GROUP: gl.constexpr, tile):
-    """What `attend` reads of other keys, or (), and the statistics that `merge` needs, or ()."""
+def _attend_tile(args, plan, GROUP: gl.constexpr, tile, view, n, it):
+    """Attend to a tile and leave its results; the new `it`."""
     q_ring, k_ring, v_ring, fields, before, unit, out, out_desc, lse, sink, out_strides, left, right, scale, softcap = args
+    ADDS: gl.constexpr = len(before) > 0 and out.dtype.element_ty == gl.float32
     out_row, out_head, lse_head = out_strides
     row, rows, valid, head = tile
-    here = ()
-    old = ()
-    if len(before) > 0:
-        lse_here = lse + head.to(gl.int64) * lse_head + row
-        unit_here = unit + head.to(gl.int64) * lse_head + row
-        if out.dtype.element_ty == gl.float32:
-            S_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BLOCK_N, 16]))
-            old = load_statistics(lse_here, unit_here, GROUP * ROWS, valid, S_ROWS)
-        else:
-            found = before[0] + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
-            here = (found, lse_here, unit_here, GROUP * ROWS, valid, out_row)
-    return here, old
-
-
-@gluon.jit
-def _leave_tile(args, plan, GROUP: gl.constexpr, tile, n, o, m, total, here, old):
-    """Leave what attending to a tile gave."""
-    q_ring, k_ring, v_ring, fields, before, unit, out, out_desc, lse, sink, out_strides, left, right, scale, softcap = args
-    out_row, out_head, lse_head = out_strides
-    row, rows, valid, head = tile
+    q_first = (n % q_ring.STAGES * plan.GROUPS + GROUP) * plan.CHUNKS
     to = out + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
     lse_to = lse + head.to(gl.int64) * lse_head + row
+    here = ()
+    if len(before) > 0:
+        found = before[0] + row.to(gl.int64) * out_row + head.to(gl.int64) * out_head
+        unit_here = unit + head.to(gl.int64) * lse_head + row
+        if ADDS:
+            S_ROWS: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BLOCK_N, 16]))
+            old_lse, old_unit = load_statistics(lse_to, unit_here, GROUP * ROWS, valid, S_ROWS)
+        else:
+            here = (found, lse_to, unit_here, GROUP * ROWS, valid, out_row)
+    o, m, total, it = attend(q_ring, q_first, k_ring, v_ring, it, view, here, scale, softcap, plan)
+
     o, logsumexp = finish(o, m, total, sink, head, plan.SOFTMAX)
     i = GROUP * ROWS + gl.arange(0, ROWS, layout=logsumexp.type.layout)
-    if len(old) > 0:
-        merge(o, logsumexp, to, lse_to, unit + head.to(gl.int64) * lse_head + row, i, valid, out_row, old[0], old[1])
+    if ADDS:
+        merge(o, logsumexp, to, lse_to, unit_here, i, valid, out_row, old_lse, old_unit)
     else:
         natural = gl.where(i < valid, logsumexp * LN2, float("-inf"))
+        kept = rows if len(before) == 0 else valid  # what is padding now need not have been
+        gl.store(lse_to + i, natural, mask=i < kept)
         if out.dtype.element_ty == gl.float32:
             gl.store(unit + head.to(gl.int64) * lse_head + row + i, natural, mask=i < rows)
             store_fp32(o, to, i, valid, rows, out_row)
         else:
-            staging = joined(q_ring.buffers, _boxes_of(n, q_ring, GROUP, plan), plan.D_V // CHUNK)
+            staging = joined(q_ring.buffers, q_first, plan.D_V // CHUNK)
             stage(o, staging)
             if len(before) == 0 and valid >= (GROUP + 1) * ROWS:
                 async_store(out_desc, [row + GROUP * ROWS, head * plan.D_V], staging)
             else:
                 store_out(staging, here, to, i, valid, rows, out_row, plan.D_V)
-        kept = rows if len(before) == 0 else valid  # what is padding now need not have been
-        gl.store(lse_to + i, natural, mask=i < kept)
+    return it
 
 
 @gluon.jit

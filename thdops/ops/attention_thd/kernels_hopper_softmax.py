@@ -22,12 +22,12 @@ from thdops.ops.attention_thd.kernels_hopper_view import ROWS
 
 
 @gluon.jit
-def issue_logits(q_ring, q_first, k_ring, it, plan):
+def issue_logits(q_ring, q_first, k_ring, it, CHUNKS: gl.constexpr, LAYOUT: gl.constexpr):
     """Start S = Q K^T, [ROWS, BLOCK_N]."""
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BLOCK_N, 16])
-    s = gl.zeros([ROWS, plan.BLOCK_N], gl.float32, layout=LAYOUT)
-    for c in gl.static_range(plan.CHUNKS):
-        keys = k_ring.buffers.index(it % k_ring.STAGES * plan.CHUNKS + c).permute((1, 0))
+    BLOCK_N: gl.constexpr = k_ring.buffers.shape[1]
+    s = gl.zeros([ROWS, BLOCK_N], gl.float32, layout=LAYOUT)
+    for c in gl.static_range(CHUNKS):
+        keys = k_ring.buffers.index(it % k_ring.STAGES * CHUNKS + c).permute((1, 0))
         s = warpgroup_mma(q_ring.buffers.index(q_first + c), keys, s, use_acc=c > 0, is_async=True)
     return s
 
@@ -78,11 +78,10 @@ def zero_behind(values, left):
 
 
 @gluon.jit
-def attend(q_ring, q_first, k_ring, v_ring, it, s, view, before, scale, softcap, plan):
+def attend(q_ring, q_first, k_ring, v_ring, it, view, before, scale, softcap, plan):
     """Unnormalised O [ROWS, D_V], maxima m and sums [ROWS] of base-2 logits over the blocks of a view, and the new `it`.
 
-    `it` counts the blocks of all tiles: it says where they stand in the rings. `s` is S of the first block if there is one.
-    `before`: where `load_found` finds what, or ().
+    `it` counts the blocks of all tiles: it says where they stand in the rings. `before`: where `load_found` finds what, or ().
     """
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.D_V, 16])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BLOCK_N, 16])
@@ -102,8 +101,10 @@ def attend(q_ring, q_first, k_ring, v_ring, it, s, view, before, scale, softcap,
             factor = 1.0
         else:
             factor = scale
+        k_ring.wait_full(it)
+        s = warpgroup_mma_wait(0, deps=[issue_logits(q_ring, q_first, k_ring, it, plan.CHUNKS, S_LAYOUT)])
         k_ring.release(it)
-        if len(before) > 0:
+        if len(before) > 0:  # looked at no earlier than here: meanwhile it was loaded
             m = unit * LOG2E
             total = share_of(lse, unit)
         behind = view.others - (end - 1) * plan.BLOCK_N
@@ -117,7 +118,7 @@ def attend(q_ring, q_first, k_ring, v_ring, it, s, view, before, scale, softcap,
         p = gl.convert_layout(p.to(q_ring.buffers.dtype), P_LAYOUT)
         k_ring.wait_full(it + 1, pred=end - 1 > begin)
         for i in range(end - 1 - begin):
-            s_next = issue_logits(q_ring, q_first, k_ring, it + 1, plan)
+            s_next = issue_logits(q_ring, q_first, k_ring, it + 1, plan.CHUNKS, S_LAYOUT)
             v_ring.wait_full(it)
             o_next = warpgroup_mma(p, v_ring.buffers.index(it % v_ring.STAGES), o, is_async=True)
             s = warpgroup_mma_wait(1, deps=[s_next])
