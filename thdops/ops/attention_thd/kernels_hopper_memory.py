@@ -111,10 +111,14 @@ def clear(chunks, slot, valid):
 
 @gluon.jit
 def clear_shared(a, b, slot, valid, part: gl.constexpr, PARTS: gl.constexpr, clean, cleared):
-    """`clear` of what all consumers read. The first does it, and all meet: were it two blocks ahead, parity would mislead."""
+    """`clear` of what all consumers read. The first does it, and all meet: were one of their warps two meetings behind, parity would
+    mislead it.
+    """
     if part == 0:
         clear(a, slot, valid)
         clear(b, slot, valid)
+    else:
+        barrier()  # all its warps have left the last meeting
     if PARTS > 1:
         mbarrier.arrive(clean, count=1)
         mbarrier.wait(clean, cleared & 1)

@@ -1,9 +1,9 @@
 """Slots of shared memory on Hopper: the warp that loads fills one again when every warp that computes has released it.
 
 Releases arrive at the hardware's named barriers, of which a CTA has 16, and wait for nothing. An mbarrier counts one arrival of a
-partition's, and for that its warps have to meet first, in each block of each loop: so they all come to the same part of it at the
-same time, to products or to the softmax, and leave the rest of the multiprocessor idle. At most one round of a slot's releases is
-under way, for a slot is filled only after the round before; the last round is for nobody and ends with its CTA.
+partition's, and for that its warps have to meet first, at every release, and so come to the same part of the loop at the same time,
+to products or to the softmax. (They still meet once a block, where Triton puts a barrier before a wait.) At most one round of a
+slot's releases is under way, for a slot is filled only after the round before; the last round is for nobody and ends with its CTA.
 
 Measured on an H200 (Triton 3.6, bf16, causal, ms): dK and dV of 192/128, 8 x 4096 rows, 16 heads 2.74 by mbarriers and 2.67 by
 these, which let loads of LSE move up, too: 2.52. The same at D 128 with dQ added in order, 32/8 heads: 5.42, 5.36. The forward of
