@@ -111,9 +111,7 @@ def clear(chunks, slot, valid):
 
 @gluon.jit
 def clear_shared(a, b, slot, valid, part: gl.constexpr, PARTS: gl.constexpr, clean, cleared):
-    """`clear` of what all consumers read. The first does it, and all meet: were one of their warps two meetings behind, parity would
-    mislead it.
-    """
+    """`clear` of what all consumers read. The first does it, and all meet: a warp two meetings behind would be misled by parity."""
     if part == 0:
         clear(a, slot, valid)
         clear(b, slot, valid)
