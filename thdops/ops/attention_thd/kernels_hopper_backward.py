@@ -22,6 +22,14 @@ Measured on an H200 with Triton 3.6 (bf16, causal, 8 x 4096 rows, ms for keys / 
 - D 64, 16/16: one consumer 1.43 / 1.04, two 1.13 / 0.78, three grids of one warpgroup 1.78 / 1.30. All of a backward by reduction
   1.75 ms (two consumers, 64 queries a block in three stages; in two 1.85; one consumer 2.08), by two kernels 1.90.
 - 192/128, 16/16: one consumer 2.73 / 1.93, two 2.83 / 1.54; 32 queries a block, as 64 leave no registers for dK.
+Since then tiles leave by TMA, items come with what their tile is, LSE is loaded early, and slots are released without a meeting
+(`kernels_hopper_slots.py`): 192/128 2.13 / 1.41 (2.33 / 1.47 before tiles left by TMA), D 64 1.00 / 0.76, D 128 with 128 x 256 rows
+0.40 / 0.32 (before all that 0.49 / 0.41).
+- dS of hidden pairs: ptxas turns a branch around a selection into a selection in every block, three instructions an element; a
+  branch that makes the mask again stays one. It takes D 64 from 0.80 to 0.77 for queries and all of its backward by reduction from
+  1.87 to 1.82; D 128 is slower with it, as are short sequences (128 x 256, keys 0.51 instead of 0.47) and narrow windows (D 64,
+  64/8 heads, window 128: 0.58 / 0.70 instead of 0.50 / 0.60; in blocks of 128 rows 1.21 / 0.88).
+- S of the next block before dP of this one, with two consumers: D 64 0.89 instead of 0.80 for queries; 192/128 spills.
 """
 
 from __future__ import annotations

@@ -235,7 +235,10 @@ class Shape(NamedTuple):
 # 128 or 64 keys against one: D 128, 128 x 256: 285, 271; lengths of 600 in the mean: 792, 709; 32 x 1024: 594, 626; 8 x 4096: 1838,
 # 2257. D 64, 128 x 256: 132, with two grids 110 and with three 92; 8 x 4096: 672, 745, 646; with a window of 128 527, 482, 400.
 # 192/128, 128 x 256: 203, 192; 8 x 4096: 1063, 1259. Over a second of replays, in which clocks fall, D 64 with 8 x 4096 takes 686
-# and, with three grids, 745; D 128 with 128 x 256 is even.
+# and, with three grids, 745; D 128 with 128 x 256 is even. Storing whole tiles by TMA, not from registers, took 128 x 256 from 274
+# to 249. Slower: three programs in one CTA, each with its own rings and 32 keys a block (D 128, 128 x 256: 404 to 422 instead of
+# 292 over a second); exp2 of every fourth element as a polynomial (8 x 4096 2012 instead of 1880, D 64 707 instead of 679). No
+# faster: the next tile's first product before this tile is left (282, 278).
 _SHAPES = {
     (64, 64): (Shape(2, 128, 2, 4), Shape(1, 64, 2, 3, 3, 80)),
     (128, 128): (Shape(2, 128, 2, 2), Shape(1, 64, 2, 2, 2, 128)),
