@@ -5,8 +5,8 @@ partition's, and for that its warps have to meet first, at every release, and so
 to products or to the softmax. (They still meet once a block, where Triton puts a barrier before a wait.) At most one round of a
 slot's releases is under way, for a slot is filled only after the round before; the last round is for nobody and ends with its CTA.
 
-Measured on an H200 (Triton 3.6, bf16, causal, ms): dK and dV of 192/128, 8 x 4096 rows, 16 heads 2.74 by mbarriers and 2.67 by
-these, which let loads of LSE move up, too: 2.52. The same at D 128 with dQ added in order, 32/8 heads: 5.42, 5.36. The forward of
+Measured on an H200 (Triton 3.6, bf16, causal, ms): dK and dV of 192/128, 8 x 4096 rows, 16 heads 2.71 by mbarriers and 2.67 by
+these, which let loads of LSE move up, too: 2.52. The same at D 128 with dQ added in order, 32/8 heads: 5.46, 5.36. The forward of
 D 64: 0.697, 0.686.
 """
 
