@@ -126,17 +126,8 @@ class Keys:
         rows = plan.rows // plan.parts
         self._dk, self._dv = (_Chunks(meta(*x.shape, dtype=x.dtype), rows) for x in (k, v))
         self._sums = box_of(meta(*q.shape, dtype=torch.float32), plan.block, q.shape[2])
-        constexprs = (
-            *shape,
-            int(left >= 0),
-            int(right >= 0),
-            plan.parts,
-            plan.stages,
-            plan.early,
-            plan.branches,
-            int(reduces),
-            int(adds),
-        )
+        tuned = plan.parts, plan.stages, plan.early, plan.branches
+        constexprs = (*shape, int(left >= 0), int(right >= 0), *tuned, int(reduces), int(adds))
         self._launch = _launch(keys_kernel, plan, q, (turns, *key_order(q, k, v, mean), left, right, scale), constexprs)
 
     def __call__(
@@ -149,7 +140,7 @@ class Keys:
         """
         descs = self._operands(q, k, v, do)
         added = descs[0] if sums is None else Boxes(sums, *self._sums)
-        out = [*self._dk(dk), *self._dv(dv)] if dk.dtype == k.dtype else descs[2:6]
+        out = [*self._dk(dk), *self._dv(dv)] if dk.dtype == k.dtype else descs[2:6]  # TMA stores no fp32: any
         self._launch(*descs, *out, added, turns, *self._operands.columns, lse, delta, dk, dv, q.shape[0], tiles, counts)
 
 
@@ -170,7 +161,7 @@ class Queries:
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tiles: Tensor, counts: Tensor
     ) -> None:
         descs = self._operands(q, k, v, do)
-        out = self._dq(dq) if dq.dtype == q.dtype else descs[:2]
+        out = self._dq(dq) if dq.dtype == q.dtype else descs[:2]  # any, as above
         self._launch(*descs, *out, *self._operands.columns, lse, delta, dq, q.shape[0], tiles, counts)
 
 
