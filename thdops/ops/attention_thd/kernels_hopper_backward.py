@@ -88,6 +88,11 @@ _REDUCED = {
 _REDUCED_IN_ORDER = {(128, 128)}
 
 
+def _short(mean: float, left: int, right: int) -> bool:
+    """Which of `_plans`."""
+    return mean < SHORT or narrow(left, right)
+
+
 def serves(q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> bool:
     """Whether `Keys` and `Queries` take these: a tuned pair of head dims, 16 bits, rows that TMA can address, something to do."""
     return (q.shape[2], v.shape[2]) in _KEYS and q.dtype in ELEMENT and all(map(addressable, (q, k, v, do)))
@@ -121,7 +126,7 @@ class Keys:
         reduces: bool, turns: int,
     ) -> None:  # fmt: skip
         shape = (q.shape[2], v.shape[2])
-        plan = _REDUCED[shape] if reduces else _KEYS[shape][mean < SHORT or narrow(left, right)]
+        plan = _REDUCED[shape] if reduces else _KEYS[shape][_short(mean, left, right)]
         self._operands = _Operands(q, k, v, do, plan.block, plan.rows // plan.parts)
         rows = plan.rows // plan.parts
         self._dk, self._dv = (_Chunks(meta(*x.shape, dtype=x.dtype), rows) for x in (k, v))
@@ -151,7 +156,7 @@ class Queries:
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, mean: float, left: int, right: int, scale: float, adds: bool
     ) -> None:
         shape = (q.shape[2], v.shape[2])
-        plan = _QUERIES[shape][mean < SHORT or narrow(left, right)]
+        plan = _QUERIES[shape][_short(mean, left, right)]
         self._operands = _Operands(q, k, v, do, plan.rows // plan.parts, plan.block)
         self._dq = _Chunks(meta(*q.shape, dtype=q.dtype), plan.rows // plan.parts)
         constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, plan.branches, int(adds))

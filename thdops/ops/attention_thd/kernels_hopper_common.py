@@ -1,4 +1,5 @@
-"""What the Hopper kernels share, and their launchers: constants, tensors as TMA loads them, the order of heads, and zeros.
+"""What the Hopper kernels share, and their launchers: constants, tensors as TMA loads them, the order of heads, integers that one
+warp hands to others, and 16-byte stores.
 
 [T, H, D] (rows, heads, head dim) is to TMA T rows of all heads, in which a head's columns start at head * stride, and which is
 loaded in boxes of [rows, columns].
@@ -7,6 +8,7 @@ loaded in boxes of [rows, columns].
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,13 +88,50 @@ def place_of(item, entries, heads):
     return within // near, item // (entries * near) * near + within % near
 
 
-# --- zeros -----------------------------------------------------------------------------------------------------------------------
+# --- integers from one warp to others --------------------------------------------------------------------------------------------
+
+FIELDS = gl.constexpr(8)
+
+
+@gluon.jit
+def integers(SLOTS: gl.constexpr):
+    """Shared memory for FIELDS of them in each slot."""
+    return gl.allocate_shared_memory(gl.int32, [SLOTS, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+
+
+@gluon.jit
+def packed(values):
+    """At most FIELDS integers as what a slot holds, in one warp; zeros behind them."""
+    i = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+    out = i * 0
+    for f in gl.static_range(len(values)):
+        out = gl.where(i == f, values[f], out)
+    return out
+
+
+@gluon.jit
+def unpacked(slot) -> Any:
+    """The FIELDS integers of a slot, for every thread."""
+    values = ()
+    for f in gl.static_range(FIELDS):
+        field = slot.slice(f, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
+        values = values + (gl.max(field, axis=0),)
+    return values
+
+
+# --- 16-byte stores, and zeros ---------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def wide(columns: int, warps: int) -> gl.BlockedLayout:
+    """[rows, columns] of 16 bits, 16 bytes a thread; columns are a power of two."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
 
 
 @gluon.jit
 def store_zeros(out, stride, rows, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     """Zeros to the first `rows` of [ROWS, COLUMNS] from `out` on, if there are any; COLUMNS is a power of two."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
+    LAYOUT: gl.constexpr = wide(COLUMNS, gl.num_warps())
     r = gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT))[:, None]
     d = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     at = gl.multiple_of(out + r.to(gl.int64) * stride + d, [1, 16])

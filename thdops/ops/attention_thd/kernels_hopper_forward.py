@@ -29,13 +29,14 @@ from thdops.ops.attention_thd.kernels_hopper_common import (
     Boxes,
     addressable,
     box_of,
+    integers,
     place_of,
     query_order,
     store_zeros,
 )
-from thdops.ops.attention_thd.kernels_hopper_names import async_store
-from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, stage, store_fp32, store_out
-from thdops.ops.attention_thd.kernels_hopper_rings import FIELDS, load_boxes, make_ring, publish, receive, skip
+from thdops.ops.attention_thd.kernels_hopper_names import async_store, barrier
+from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, store_fp32, store_out
+from thdops.ops.attention_thd.kernels_hopper_rings import load_boxes, make_ring, publish, receive, skip
 from thdops.ops.attention_thd.kernels_hopper_slots import BEHIND, FIRST
 from thdops.ops.attention_thd.kernels_hopper_softmax import attend, finish
 from thdops.ops.attention_thd.kernels_hopper_view import CHUNK, ROWS, Plan, View
@@ -145,7 +146,9 @@ def _attend_tile(args, plan, GROUP: gl.constexpr, tile, view, n, it):
             store_fp32(o, to, i, valid, rows, out_row)
         else:
             staging = joined(q_ring.buffers, q_first, plan.D_V // CHUNK)
-            stage(o, staging)
+            staging.store(o.to(staging.dtype))
+            fence_async_shared()
+            barrier()
             if len(before) == 0 and valid >= (GROUP + 1) * ROWS:
                 async_store(out_desc, [row + GROUP * ROWS, head * plan.D_V], staging)
             else:
@@ -191,7 +194,7 @@ def attention_forward(
     q_ring = make_ring(q, GROUPS * D_QK // CHUNK, Q_STAGES, GROUPS, FIRST)
     k_ring = make_ring(k, D_QK // CHUNK, STAGES, GROUPS, FIRST + Q_STAGES)
     v_ring = make_ring(v, 1, STAGES, GROUPS, FIRST + Q_STAGES + STAGES)
-    fields = gl.allocate_shared_memory(gl.int32, [Q_STAGES, FIELDS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    fields = integers(Q_STAGES)
     fence_async_shared()  # barriers must be seen by TMA
     before = () if found is None else (found,)
     heads_in = (q_head, k_head, v_head)

@@ -14,7 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from thdops.ops.attention_thd.kernels_hopper_common import LOG2E
+from thdops.ops.attention_thd.kernels_hopper_common import LOG2E, integers
 from thdops.ops.attention_thd.kernels_hopper_memory import (
     barriers,
     buffers,
@@ -24,7 +24,6 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
     clear_shared,
     copy,
     copy_tile,
-    mailbox,
     meeting,
     rows_of_fp32,
     stage,
@@ -282,7 +281,7 @@ def keys_kernel(
     terms = (rows_of_fp32(STAGES, BLOCK_Q), rows_of_fp32(STAGES, BLOCK_Q))
     heads = (kv_heads, near, group)
     window = (left, right)
-    work = (tiles, counts, mailbox(), barriers(2, 1), barriers(2, PARTS + (1 if ORDERED else 0)))
+    work = (tiles, counts, integers(2), barriers(2, 1), barriers(2, PARTS + (1 if ORDERED else 0)))
     tile_bars = (barriers(1, 1).index(0), barriers(1, PARTS).index(0))
     full = barriers(STAGES, 1)
     clean = meeting(PARTS)

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from thdops.ops.attention_thd.kernels_hopper_common import store_zeros
+from thdops.ops.attention_thd.kernels_hopper_common import store_zeros, wide
 from thdops.ops.attention_thd.kernels_hopper_names import async_load, async_store, barrier
 
 # --- shared memory ---------------------------------------------------------------------------------------------------------------
@@ -45,12 +45,6 @@ def buffers(descs, SLOTS: gl.constexpr) -> Any:
 @gluon.jit
 def rows_of_fp32(SLOTS: gl.constexpr, BLOCK: gl.constexpr):
     return gl.allocate_shared_memory(gl.float32, [SLOTS, BLOCK], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-
-
-@gluon.jit
-def mailbox():
-    """For the items that are on their way: see `post`."""
-    return gl.allocate_shared_memory(gl.int32, [2, 8], gl.SwizzledSharedLayout(1, 1, 1, [0]))
 
 
 @gluon.jit
@@ -95,7 +89,7 @@ def copy_tile(descs, chunks, bar, row, column):
 def _clear_chunk(memory, valid):
     rows: gl.constexpr = memory.shape[0]
     columns: gl.constexpr = memory.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [gl.num_warps(), 1], [1, 0])
+    layout: gl.constexpr = wide(columns, gl.num_warps())
     value = memory.load(layout)
     memory.store(gl.where((gl.arange(0, rows, gl.SliceLayout(1, layout)) < valid)[:, None], value, gl.zeros_like(value)))
 
@@ -129,7 +123,7 @@ def clear_shared(a, b, slot, valid, part: gl.constexpr, PARTS: gl.constexpr, cle
 def _store_rows(memory, out, row, rows, valid, stride):
     ROWS: gl.constexpr = memory.shape[0]
     COLUMNS: gl.constexpr = memory.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // COLUMNS, COLUMNS // 8], [gl.num_warps(), 1], [1, 0])
+    layout: gl.constexpr = wide(COLUMNS, gl.num_warps())
     r = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     d = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
     at = gl.multiple_of(out + (row + r).to(gl.int64) * stride + d, [1, 16])

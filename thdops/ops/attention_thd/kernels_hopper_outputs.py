@@ -12,8 +12,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared
 
-from thdops.ops.attention_thd.kernels_hopper_common import LN2, LOG2E
-from thdops.ops.attention_thd.kernels_hopper_names import VIEWS_REACH_BEYOND, barrier, reinterpret
+from thdops.ops.attention_thd.kernels_hopper_common import LN2, LOG2E, wide
+from thdops.ops.attention_thd.kernels_hopper_names import VIEWS_REACH_BEYOND, reinterpret
 from thdops.ops.attention_thd.kernels_hopper_view import CHUNK, ROWS
 
 JUMP = gl.constexpr(40.0)  # powers of two; fp32 has room for two more such
@@ -69,17 +69,9 @@ def joined(buffers, first, BOXES: gl.constexpr):
 
 
 @gluon.jit
-def stage(o, staging):
-    """Leave O in shared memory."""
-    staging.store(o.to(staging.dtype))
-    fence_async_shared()
-    barrier()
-
-
-@gluon.jit
 def store_out(staging, before, out, i, valid, rows, out_row, D_V: gl.constexpr):
-    """Rows i of the tile from what is staged, those from `valid` on as found before or as zeros; in 16-byte stores."""
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D_V, D_V // 8], [4, 1], [1, 0])
+    """Rows i of the tile from where O is staged, those from `valid` on as found before or as zeros; in 16-byte stores."""
+    LAYOUT: gl.constexpr = wide(D_V, gl.num_warps())
     x = staging.load(LAYOUT)
     fence_async_shared()  # the next Q comes here by TMA
     i = gl.convert_layout(i, gl.SliceLayout(1, LAYOUT))[:, None]

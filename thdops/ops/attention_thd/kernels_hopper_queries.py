@@ -10,7 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
-from thdops.ops.attention_thd.kernels_hopper_common import LOG2E, place_of
+from thdops.ops.attention_thd.kernels_hopper_common import LOG2E, integers, place_of
 from thdops.ops.attention_thd.kernels_hopper_memory import (
     barriers,
     buffers,
@@ -19,7 +19,6 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
     clear_shared,
     copy,
     copy_tile,
-    mailbox,
     meeting,
     rows_of_fp32,
     stage,
@@ -223,7 +222,7 @@ def queries_kernel(
     ROWS: gl.constexpr = operands[0][0].shape[1]
     terms = (rows_of_fp32(PARTS, ROWS), rows_of_fp32(PARTS, ROWS))
     window = (left, right)
-    work = (tiles, counts, mailbox(), barriers(2, 1), barriers(2, PARTS))
+    work = (tiles, counts, integers(2), barriers(2, 1), barriers(2, PARTS))
     tile_bars = (barriers(1, 1).index(0), barriers(1, PARTS).index(0))
     full = barriers(STAGES, 1)
     clean = meeting(PARTS)

@@ -10,11 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from thdops.ops.attention_thd.kernels_hopper_common import packed, unpacked
 from thdops.ops.attention_thd.kernels_hopper_names import aggregate, async_load, barrier
 from thdops.ops.attention_thd.kernels_hopper_slots import await_release, release, threads_of
 from thdops.ops.attention_thd.kernels_hopper_view import ROWS
-
-FIELDS = gl.constexpr(8)  # integers that the loading warp hands on with a tile
 
 
 @aggregate
@@ -73,11 +72,8 @@ def load_boxes(desc, ring, n, row, column, PARTS: gl.constexpr, BOXES: gl.conste
 @gluon.jit
 def publish(fields, n, STAGES: gl.constexpr, values):
     """Integers for the warpgroups, read once the n-th content of the ring of Q is complete."""
-    i = gl.arange(0, FIELDS, layout=gl.BlockedLayout([1], [32], [1], [0]))
-    packed = i * 0
-    for f in gl.static_range(len(values)):
-        packed = gl.where(i == f, values[f], packed)
-    fields.index(n % STAGES).store(packed)
+    content = packed(values)
+    fields.index(n % STAGES).store(content)
     barrier()
 
 
@@ -85,11 +81,7 @@ def publish(fields, n, STAGES: gl.constexpr, values):
 def receive(fields, n, q_ring):
     """What `publish` wrote for the n-th tile."""
     q_ring.wait_full(n)
-    values = ()
-    for f in gl.static_range(8):
-        field = fields.index(n % q_ring.STAGES).slice(f, 1).load(gl.BlockedLayout([1], [32], [4], [0]))
-        values = values + (gl.max(field, axis=0),)
-    return values
+    return unpacked(fields.index(n % q_ring.STAGES))
 
 
 @gluon.jit

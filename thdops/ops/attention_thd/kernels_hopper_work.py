@@ -12,7 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from thdops.ops.attention_thd.kernels_hopper_common import place_of
+from thdops.ops.attention_thd.kernels_hopper_common import packed, place_of, unpacked
 from thdops.ops.attention_thd.kernels_hopper_names import barrier
 
 # --- items -----------------------------------------------------------------------------------------------------------------------
@@ -25,12 +25,9 @@ def post(work, turn, values):
     """
     tiles, counts, mail, full, empty = work
     slot = turn % 2
-    i = gl.arange(0, 8, layout=gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-    packed = i * 0
-    for f in gl.static_range(len(values)):
-        packed = gl.where(i == f, values[f], packed)
+    content = packed(values)
     mbarrier.wait(empty.index(slot), ((turn // 2) & 1) ^ 1)
-    mail.index(slot).store(packed)
+    mail.index(slot).store(content)
     barrier()
     mbarrier.arrive(full.index(slot), count=1)
 
@@ -41,10 +38,7 @@ def take(work, turn) -> Any:
     tiles, counts, mail, full, empty = work
     slot = turn % 2
     mbarrier.wait(full.index(slot), (turn // 2) & 1)
-    values = ()
-    for f in gl.static_range(8):
-        field = mail.index(slot).slice(f, 1).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0]))
-        values = values + (gl.max(field, axis=0),)
+    values = unpacked(mail.index(slot))
     barrier()
     mbarrier.arrive(empty.index(slot), count=1)
     return values
