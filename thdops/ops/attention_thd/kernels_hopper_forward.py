@@ -36,7 +36,7 @@ from thdops.ops.attention_thd.kernels_hopper_common import (
 )
 from thdops.ops.attention_thd.kernels_hopper_names import async_store, barrier
 from thdops.ops.attention_thd.kernels_hopper_outputs import joined, load_statistics, merge, store_fp32, store_out
-from thdops.ops.attention_thd.kernels_hopper_rings import load_boxes, make_ring, publish, receive, skip
+from thdops.ops.attention_thd.kernels_hopper_rings import load_boxes, make_ring, publish, receive, skip, vacate, vacate_before
 from thdops.ops.attention_thd.kernels_hopper_slots import BEHIND, FIRST
 from thdops.ops.attention_thd.kernels_hopper_softmax import attend, finish
 from thdops.ops.attention_thd.kernels_hopper_view import CHUNK, ROWS, Plan, View
@@ -105,11 +105,12 @@ def consume(args, plan, GROUP: gl.constexpr):
             it = _attend_tile(args, plan, GROUP, tile, view, n, it)
         else:
             _clear_tile(args, plan, GROUP, tile)
+            vacate_before(q_ring, n)
         it = skip(k_ring, v_ring, it, gl.minimum(own_begin, own_end) - begin)
-        tma.store_wait(0)  # of what was staged where Q was
-        q_ring.release(n)
+        vacate(q_ring, n)
         n += 1
         row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
+    tma.store_wait(0)
 
 
 @gluon.jit
@@ -131,7 +132,7 @@ def _attend_tile(args, plan, GROUP: gl.constexpr, tile, view, n, it):
             old_lse, old_unit = load_statistics(lse_to, unit_here, GROUP * ROWS, valid, S_ROWS)
         else:
             here = (found, lse_to, unit_here, GROUP * ROWS, valid, out_row)
-    o, m, total, it = attend(q_ring, q_first, k_ring, v_ring, it, view, here, scale, softcap, plan)
+    o, m, total, it = attend(q_ring, q_first, n, k_ring, v_ring, it, view, here, scale, softcap, plan)
 
     o, logsumexp = finish(o, m, total, sink, head, plan.SOFTMAX)
     i = GROUP * ROWS + gl.arange(0, ROWS, layout=logsumexp.type.layout)
@@ -241,7 +242,8 @@ class Shape(NamedTuple):
 # and, with three grids, 745; D 128 with 128 x 256 is even. Storing whole tiles by TMA, not from registers, took 128 x 256 from 274
 # to 249. Slower: three programs in one CTA, each with its own rings and 32 keys a block (D 128, 128 x 256: 404 to 422 instead of
 # 292 over a second); exp2 of every fourth element as a polynomial (8 x 4096 2012 instead of 1880, D 64 707 instead of 679). No
-# faster: the next tile's first product before this tile is left (282, 278).
+# faster: the next tile's first product before this tile is left (282, 278). Q's slot, from which a tile leaves, released while the
+# next one is attended to: 281, 274; two heads of a group besides, with K and V loaded once for both: 270.
 _SHAPES = {
     (64, 64): (Shape(2, 128, 2, 4), Shape(1, 64, 2, 3, 3, 80)),
     (128, 128): (Shape(2, 128, 2, 2), Shape(1, 64, 2, 2, 2, 128)),

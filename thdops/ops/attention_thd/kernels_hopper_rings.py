@@ -8,7 +8,7 @@ their own pace.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from thdops.ops.attention_thd.kernels_hopper_common import packed, unpacked
 from thdops.ops.attention_thd.kernels_hopper_names import aggregate, async_load, barrier
@@ -82,6 +82,23 @@ def receive(fields, n, q_ring):
     """What `publish` wrote for the n-th tile."""
     q_ring.wait_full(n)
     return unpacked(fields.index(n % q_ring.STAGES))
+
+
+@gluon.jit
+def vacate(q_ring, n):
+    """At the end of the n-th tile: release its slot of Q if there is but one, when what was staged there has been read."""
+    if q_ring.STAGES == 1:
+        tma.store_wait(0)
+        q_ring.release(n)
+
+
+@gluon.jit
+def vacate_before(q_ring, n):
+    """While the n-th tile is attended to: release the slot of the tile before it, which nobody has to wait for any more."""
+    if q_ring.STAGES > 1:  # noqa: SIM102  # known when the kernel is compiled, the other is not
+        if n > 0:
+            tma.store_wait(0)
+            q_ring.release(n - 1)
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from thdops.ops.attention_thd.kernels_hopper_common import LOG2E
 from thdops.ops.attention_thd.kernels_hopper_outputs import by_row, load_found, load_statistics, share_of
+from thdops.ops.attention_thd.kernels_hopper_rings import vacate_before
 from thdops.ops.attention_thd.kernels_hopper_view import ROWS
 
 
@@ -78,7 +79,7 @@ def zero_behind(values, left):
 
 
 @gluon.jit
-def attend(q_ring, q_first, k_ring, v_ring, it, view, before, scale, softcap, plan):
+def attend(q_ring, q_first, n, k_ring, v_ring, it, view, before, scale, softcap, plan):
     """Unnormalised O [ROWS, D_V], maxima m and sums [ROWS] of base-2 logits over the blocks of a view, and the new `it`.
 
     `it` counts the blocks of all tiles: it says where they stand in the rings. `before`: where `load_found` finds what, or ().
@@ -104,6 +105,7 @@ def attend(q_ring, q_first, k_ring, v_ring, it, view, before, scale, softcap, pl
         k_ring.wait_full(it)
         s = warpgroup_mma_wait(0, deps=[issue_logits(q_ring, q_first, k_ring, it, plan.CHUNKS, S_LAYOUT)])
         k_ring.release(it)
+        vacate_before(q_ring, n)
         if len(before) > 0:  # looked at no earlier than here: meanwhile it was loaded
             m = unit * LOG2E
             total = share_of(lse, unit)
@@ -137,9 +139,11 @@ def attend(q_ring, q_first, k_ring, v_ring, it, view, before, scale, softcap, pl
         o = warpgroup_mma_wait(0, deps=[warpgroup_mma(p, v_ring.buffers.index(it % v_ring.STAGES), o, is_async=True)])
         v_ring.release(it)
         it += 1
-    elif len(before) > 0:
-        m = unit * LOG2E
-        total = share_of(lse, unit)
+    else:
+        vacate_before(q_ring, n)
+        if len(before) > 0:
+            m = unit * LOG2E
+            total = share_of(lse, unit)
     return o, m, total, it
 
 
