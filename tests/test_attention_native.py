@@ -194,7 +194,37 @@ def test_no_sequence_is_planned_on_hopper(dims: tuple[int, int], deterministic: 
     with intercept(lambda kernel, *_: launched.append(kernel.__name__)):
         backends.attention(*call)
         backends.attention_grad(out, None, *call[:3], out, torch.zeros(4, 128), *call[3:19])
-    assert {"attention_forward", "delta_kernel", "keys_kernel"} <= set(launched)
+    assert {"attention_forward", "keys_kernel"} < set(launched)
+
+
+@pytest.mark.skipif(CUDA or why_not() != "", reason=why_not() or "launches are intercepted on CPU tensors")
+def test_one_kernel_or_another_makes_delta_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That for dq, of an output that it can load in 16 bytes, if sequences are short; any order or a fixed one is all the same."""
+    from thdops.ops.attention_thd import kernels
+    from thdops.ops.launch import intercept
+
+    monkeypatch.setattr(kernels, "is_hopper", lambda device_index: True)
+
+    def launched(dim: int, dim_v: int, rows: int, sequences: int, first: int = 0, deterministic: bool = True) -> list[str]:
+        q, k, v = (torch.zeros(rows, heads, d, dtype=torch.bfloat16) for heads, d in ((4, dim), (2, dim), (2, dim_v)))
+        out = torch.zeros(first + rows * 4 * dim_v, dtype=torch.bfloat16)[first:].view(rows, 4, dim_v)
+        cu = torch.zeros(sequences + 1, dtype=torch.int32)
+        call = attention_op._call(q, k, v, cu, causal=True, deterministic=deterministic)
+        names: list[str] = []
+        with intercept(lambda kernel, *_: names.append(kernel.__name__)):
+            backends.attention_grad(torch.zeros_like(out), None, *call[:3], out, torch.zeros(4, rows), *call[3:19])
+        return [name for name in names if name != "tile_table_kernel"]
+
+    by_two = ["queries_kernel", "keys_kernel"]
+    reduced = ["delta_kernel", "keys_kernel", "convert_kernel"]
+    for deterministic in (False, True):
+        assert launched(128, 128, 512, 4, deterministic=deterministic) == by_two
+        assert launched(128, 128, 4096, 64, deterministic=deterministic) == ["delta_kernel", *by_two, *reduced[1:]]
+        assert launched(128, 128, 4096, 2, deterministic=deterministic) == reduced
+    assert launched(128, 128, 512, 4, first=1) == ["delta_kernel", *by_two]
+    assert launched(192, 128, 512, 4) == ["delta_kernel", *by_two]
+    assert launched(64, 64, 4096, 2) == by_two
+    assert launched(64, 64, 4096, 2, deterministic=False) == reduced
 
 
 @pytest.mark.skipif(CUDA or why_not() != "", reason=why_not() or "launches are intercepted on CPU tensors")
@@ -356,41 +386,74 @@ def test_tile_table(sequences: int, bottom_right: bool, monkeypatch: pytest.Monk
         assert [[*tile[:1], *tile[2:]] for tile in few[:number]] == [[*tile[:1], *tile[2:]] for tile in kept]
 
 
+_REACHING: list[dict[str, Any]] = [
+    {},
+    {"causal": True, "causal_alignment": "bottom_right"},
+    {"causal": True, "window": (2, -1)},
+    {"window": (0, -1)},
+    {"window": (0, 1), "causal_alignment": "bottom_right"},
+]
+
+
+def _fewer_and_more_keys(mask: dict[str, Any]) -> GradCall:
+    """Sequences with whole and partial tiles of 4 rows, some of them without keys, between gaps."""
+    device = "cuda" if CUDA else "cpu"
+    x, y = Batch([9, 12, 4, 8, 7, 0], [9, 13, 4, 8, 9, 2], 48, before=1), Batch([0, 4, 2, 5, 11, 3], None, 26)
+    q, k, v = (torch.randn(rows, 1, 16, device=device) for rows in (48, 26, 26))
+    names = ("cu_seqlens_kv", "cu_seqlens_kv_padded")
+    (cu, padded), keys = x.metadata(device), dict(zip(names, y.metadata(device), strict=True))
+    call = attention_op._call(q, k, v, cu, cu_seqlens_q_padded=padded, **keys, **mask)
+    return GradCall(torch.randn_like(q), None, *call[:3], torch.randn_like(q), torch.zeros(1, 48, device=device), *call[3:19])
+
+
 @interpreted
-@pytest.mark.parametrize("turns", [0, 700])
+@pytest.mark.parametrize("begins", [False, True])
 @pytest.mark.parametrize("long", [False, True, None])
 def test_what_reductions_need_is_left_out_where_nothing_is_reduced(
-    long: bool | None, turns: int, monkeypatch: pytest.MonkeyPatch
+    long: bool | None, begins: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Zeros before, and a conversion behind: of valid rows, where sequences are long, as the device sees or (None) the host.
-    `turns` for adding in a fixed order are zeros anyway.
+    """Zeros before, and a conversion behind: of valid rows, where sequences are long, as the device sees or (None) the host; zeros
+    of fewer rows if a kernel `begins` the sums.
     """
     from thdops.ops.attention_thd import kernels, kernels_tiles
 
     monkeypatch.setattr(kernels_tiles, "MIXED", 0 if long else 2**20)
-    monkeypatch.setattr(kernels, "_turns", lambda call, reduces: turns)
-    device = "cuda" if CUDA else "cpu"
-    calls = (GradCall(*sample.args) for sample in samples.attention_grad_samples(torch.device(device)))
-    call = next(call for call in calls if call.cu_seqlens_q_padded is not None and bool((call.cu_seqlens_q.diff() > 0).any()))
-    with poisoned_allocations():
-        dsink = torch.empty(0 if call.sink is None else call.sink.shape, dtype=torch.float32, device=device)
-        upstream = kernels._AttentionUpstream(call, reduces=True, looks=long is not None)(call, dsink)
-    assert upstream.sums is not None
-    if turns:
-        assert upstream.turns is not None
-        assert upstream.turns.tolist() == [[0] * turns] * call.q.shape[1]
-    else:
-        assert upstream.turns is None
-    valid = locate_rows(call.cu_seqlens_q, call.cu_seqlens_q_padded, len(call.q)).valid
-    zeroed = (upstream.sums == 0).all(2).all(1)
-    assert torch.equal(zeroed, valid & (long is not False))
-    assert bool((upstream.delta[:, ~valid] == 0).all())
-    grad = torch.full_like(call.q, 5)
-    sums = torch.full(grad.shape, torch.nan, device=device)
-    sums[valid] = 4
-    kernels._rounding(call, grad, 0.5)(sums, grad, *upstream.tiles.of("any" if long is None else "long"))
-    assert bool((grad[valid] == (5 if long is False else 2)).all())
-    assert bool((grad[~valid] == (5 if long is False else 0)).all())
+    monkeypatch.setattr(kernels, "_queries_rows", lambda call, grad_out: 4)
+    for mask in _REACHING if begins else [{}]:
+        call = _fewer_and_more_keys(mask)
+        with poisoned_allocations():
+            upstream = kernels._AttentionUpstream(call, True, long is not None, "any" if long is None else "long", begins)(call)
+        assert upstream.sums is not None
+        valid = locate_rows(call.cu_seqlens_q, call.cu_seqlens_q_padded, len(call.q)).valid
+        zeroed = (upstream.sums == 0).all(2).all(1)
+        begun = _begun(call, 4) if begins else torch.zeros_like(valid)
+        assert torch.equal(zeroed, valid & ~begun & (long is not False))
+        assert bool((upstream.delta[:, ~valid] == 0).all()) is (long is not False)
+        grad = torch.full_like(call.q, 5)
+        sums = torch.full_like(grad, torch.nan)
+        sums[valid] = 4
+        kernels._rounding(call, grad, 0.5)(sums, grad, *upstream.tiles.of("any" if long is None else "long"))
+        assert bool((grad[valid] == (5 if long is False else 2)).all())
+        assert bool((grad[~valid] == (5 if long is False else 0)).all())
+
+
+def _begun(call: GradCall, tile: int) -> Tensor:
+    """Which rows are in whole tiles, not the first of a sequence, that meet a key."""
+    from thdops.ops.attention_thd import kernels
+
+    (cu, padded), (cu_keys, _) = kernels._sides(call)
+    left, right = kernels._window(call)
+    mask = torch.zeros(len(call.q), dtype=torch.bool, device=call.q.device)
+
+    def sees(diagonal: int, keys: int) -> bool:
+        low = max(diagonal - left, 0) if left >= 0 else 0
+        return low < (min(diagonal + right + 1, keys) if right >= 0 else keys)
+
+    for first, queries, keys in zip(padded.tolist(), cu.diff().tolist(), cu_keys.diff().tolist(), strict=False):
+        shift = keys - queries if call.bottom_right else 0
+        for start in range(tile, queries - tile + 1, tile):
+            mask[first + start : first + start + tile] = any(sees(start + row + shift, keys) for row in range(tile))
+    return mask
 
 
 # --- full sizes on a GPU --------------------------------------------------------------------------------------------------------
@@ -487,6 +550,37 @@ def test_full_size(model: str, mask: str, gaps: bool) -> None:
 @pytest.mark.parametrize("model", ["16 x 64", "24/1 x 128", "MLA 192/128", "4/2 x 256"])
 def test_full_size_in_fp16_and_any_order(model: str) -> None:
     _full_size(model, {"causal": True}, True, torch.float16, deterministic=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("total", [900, 5000], ids=["short", "looked at"])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_delta_by_the_kernel_for_dq_is_that_of_its_own(dim: int, total: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With gradients of an LSE that has a sink in it, on rows without keys, too; NaN on padding rows; parts of tiles."""
+    from thdops.ops.attention_thd import kernels_hopper_backward
+
+    x = Batch([70, 0, 63, 130, 1, 200], [71, 7, 64, 130, 3, 260], total, before=5)
+    y = Batch([90, 12, 0, 170, 20, 25], [91, 12, 4, 170, 25, 25], total, before=3)
+    device = torch.device("cuda")
+    padding, unseen = (side.padding().to(device) for side in (x, y))
+    new = lambda rows, heads: torch.randn(rows, heads, dim, device=device, dtype=torch.bfloat16)  # noqa: E731
+    blank = lambda t, mask: t.masked_fill(mask.view(-1, *[1] * (t.dim() - 1)), torch.nan)  # noqa: E731
+    q, k, v = (blank(new(total, h), mask).requires_grad_() for h, mask in ((6, padding), (2, unseen), (2, unseen)))
+    sink = torch.randn(6, device=device, requires_grad=True)
+    upstream = blank(new(total, 6), padding), blank(torch.randn(total, 6, device=device), padding).T
+    offsets = (*x.metadata(device), *y.metadata(device))
+    names = ("cu_seqlens_q", "cu_seqlens_q_padded", "cu_seqlens_kv", "cu_seqlens_kv_padded")
+
+    def gradients(on_the_way: bool) -> tuple[Tensor, ...]:
+        forget_plans(monkeypatch)
+        monkeypatch.setattr(kernels_hopper_backward, "makes_delta", lambda *_: on_the_way)
+        settings: dict[str, Any] = {"causal": True, "softmax": "learnable", "deterministic": True, "backend": "native"}
+        both = thdops.attention(q, k, v, **dict(zip(names, offsets, strict=True)), sink=sink, return_lse=True, **settings)
+        return torch.autograd.grad(both, (q, k, v, sink), upstream)
+
+    for a, b in zip(gradients(True), gradients(False), strict=True):
+        size = b.float().square().mean().sqrt()
+        assert bool(((a.float() - b.float()).abs() <= 2**-7 * (b.float().abs() + size)).all())
 
 
 @pytest.mark.gpu

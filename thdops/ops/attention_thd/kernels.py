@@ -150,21 +150,25 @@ class AttentionGrad:
         lengths = _lengths(call) if _may_reduce(call, grad_out) else ("short",)
         looks = len(lengths) > 1
         self._short, self._long = ("short", "long") if looks else ("any", "any")
-        self._upstream = _AttentionUpstream(call, reduces="long" in lengths, looks=looks)
+        here = "any"  # sequences that `_upstream` makes delta for
+        if "short" in lengths and _makes_delta(call, grad_out):
+            here = "long" if looks else "none"
+        begins = "long" in lengths and _begins_sums(call, grad_out)
+        self._upstream = _AttentionUpstream(call, "long" in lengths, looks, here, begins)
         self._queries = self._keys = self._reducing = None
         if "short" in lengths:
             self._queries = _GradQueries(call, grad_out, adds=False)
             self._keys = _GradKeys(call, grad_out, adds=False, reduces=False, looks=looks)
             self._table = self._keys.table
         if "long" in lengths:
-            self._reducing = _GradKeys(call, grad_out, adds=False, reduces=True, looks=looks)
+            self._reducing = _GradKeys(call, grad_out, adds=False, reduces=True, looks=looks, begins=begins)
             self._table = self._reducing.table
             self._rounded = _rounding(call, dq, call.scale)
 
     def __call__(self, call: GradCall) -> tuple[Tensor, ...]:
         results = dq, dk, dv, dsink = self._blank(call.q.device)
         operands, (queries, keys) = _operands(call), _sides(call)
-        upstream = self._upstream(call, dsink)
+        upstream = self._upstream(call)
         tiles = self._table(*keys, *queries)
         if self._queries and self._keys:
             self._queries(operands, upstream, dq, upstream.tiles.of(self._short))
@@ -172,6 +176,7 @@ class AttentionGrad:
         if self._reducing:
             self._reducing(operands, upstream, dk, dv, tiles.of(self._long))
             self._rounded(upstream.sums, dq, *upstream.tiles.of(self._long))
+        self._upstream.sink(call, upstream, dsink)
         return results
 
 
@@ -181,58 +186,63 @@ class Upstream(NamedTuple):
     grad_out: Tensor
     lse: Tensor
     delta: Tensor  # fp32 [Hq, Tq]
+    made_of: tuple[Tensor | None, ...]  # out and dLSE, of which the kernel for dq is to make delta; () where it is there
     sums: Tensor | None  # fp32 [Tq, Hq, Dqk]; where not None, dq / scale is added to it on the way to dk and dv
-    turns: Tensor | None  # int32 [Hq, `_turns`], zeros; where not None, in a fixed order
     tiles: Tiles  # of the call's queries, all of them
 
 
 def attention_upstream(call: GradCall, dsink: Tensor, reduces: bool) -> Upstream:
-    """For all sections of the keys: once, whatever they are. Writes dsink. `reduces`: dq may come by reduction, if in any order."""
-    _, upstream = _upstreams(call, dsink, reduces)
-    return upstream(call, dsink)
+    """For all sections of the keys: once, whatever they are. Writes dsink. `reduces`: dq may come by reduction."""
+    _, plan = _upstreams(call, reduces)
+    upstream = plan(call)
+    plan.sink(call, upstream, dsink)
+    return upstream
 
 
 class _AttentionUpstream:
-    """`attention_upstream` of one kind. delta is made of the forward's out as it was rounded; valid rows of `sums` are zeroed on
-    the way, if sequences are long where one `looks`.
+    """`attention_upstream` of one kind, but for `sink`. delta is made of the forward's out as it was rounded; valid rows of `sums`
+    are zeroed on the way. here: for which sequences that is done; for all others the kernel for dq makes delta. begins: but for
+    the rows that `_GradKeys` begins sums of.
     """
 
-    def __init__(self, call: GradCall, reduces: bool, looks: bool = False) -> None:
+    def __init__(self, call: GradCall, reduces: bool, looks: bool = False, here: str = "any", begins: bool = False) -> None:
         q, out, grad_out = call.q, _loadable(call.out), _grad_out(call)
         total, heads, dim = out.shape
         self._tiles = _upstream_table(call, looks)
+        self._here = here
         grad_lse_strides = (0, 0) if call.grad_lse is None else call.grad_lse.stride()
         unit, *strides = _strides(out, grad_out)
-        turns = _turns(call, reduces)
         width = max(16, 1 << (dim - 1).bit_length())
         self._delta = Launch(
             delta_kernel,
             (_programs(self._tiles, heads, 8, q.get_device()), 1, 1),
-            (*strides, *grad_lse_strides, total, heads, heads * turns),
-            (dim, width, q.shape[2] if reduces else 0, unit, 32),
+            (*strides, *grad_lse_strides, total, heads, *_window(call)),
+            (dim, width, q.shape[2] if reduces else 0, _queries_rows(call, grad_out) if begins else 0, unit, 32),
         )
         self._dsink = Launch(sink_grad_kernel, (heads, 1, 1), (total,), (1024,), 8)
         blank = [meta(heads, total, dtype=torch.float32)]
         if reduces:
             blank.append(meta(*q.shape, dtype=torch.float32))
-        if turns:
-            blank.append(meta(heads, turns, dtype=torch.int32))
         self._blank = Blank(*blank)
 
-    def __call__(self, call: GradCall, dsink: Tensor) -> Upstream:
-        lse, grad_out = call.lse.contiguous(), _grad_out(call)
+    def __call__(self, call: GradCall) -> Upstream:
+        lse, out, grad_out = call.lse.contiguous(), _loadable(call.out), _grad_out(call)
         queries, keys = _sides(call)
         tiles = self._tiles(*queries, *keys)
         delta, *more = self._blank(lse.device)
-        sums, turns = (*more, None, None)[:2]
-        self._delta(_loadable(call.out), grad_out, lse, call.grad_lse, delta, sums, turns, tiles.long, tiles.entries, tiles.any)
+        sums = more[0] if more else None
+        if self._here != "none":
+            self._delta(out, grad_out, lse, call.grad_lse, delta, sums, *tiles.of(self._here))
+        made_of = () if self._here == "any" else (out, call.grad_lse)
+        return Upstream(grad_out, lse, delta, made_of, sums, tiles)
+
+    def sink(self, call: GradCall, upstream: Upstream, dsink: Tensor) -> None:
+        """dsink, once there is delta."""
         if call.sink is not None:
-            self._dsink(call.sink.contiguous(), lse, delta, dsink)
-        return Upstream(grad_out, lse, delta, sums, turns, tiles)
+            self._dsink(call.sink.contiguous(), upstream.lse, upstream.delta, dsink)
 
 
-def _upstream(call: GradCall, dsink: Tensor, reduces: bool) -> _AttentionUpstream:
-    reduces = reduces and not call.deterministic  # each section of the keys would need turns of its own
+def _upstream(call: GradCall, reduces: bool) -> _AttentionUpstream:
     return _AttentionUpstream(call, reduces and _may_reduce(call, _grad_out(call)) and _lengths(call) == ("long",))
 
 
@@ -281,7 +291,7 @@ class _GradQueries:
         )
 
     def __call__(self, operands: Operands, upstream: Upstream, dq: Tensor, tiles: tuple[Tensor, Tensor]) -> None:
-        self._kernel(*operands, upstream.grad_out, upstream.lse, upstream.delta, dq, *tiles)
+        self._kernel(*operands, upstream.grad_out, upstream.lse, upstream.delta, dq, *tiles, *upstream.made_of)
 
 
 _queries_grads = Plans(lambda call, upstream, dq, adds: _GradQueries(call, upstream.grad_out, adds))
@@ -297,16 +307,17 @@ def attention_grad_keys(call: GradCall, upstream: Upstream, dk: Tensor, dv: Tens
 class _GradKeys:
     """`attention_grad_keys` of one kind, but for the tiles, those of `table`."""
 
-    def __init__(self, call: GradCall, grad_out: Tensor, adds: bool, reduces: bool, looks: bool = False) -> None:
+    def __init__(
+        self, call: GradCall, grad_out: Tensor, adds: bool, reduces: bool, looks: bool = False, begins: bool = False
+    ) -> None:
         q, k, v = _operands(call)
         hopper = _hopper_backward(call, grad_out)
         blocks = _keys_blocks(call)
         rows = blocks.keys if hopper is None else hopper.tile_rows(q.shape[2], v.shape[2])[1]
         self.table = _key_tiles(call, rows, "met" if adds else "all", looks)
         if hopper is not None:
-            turns = _turns(call, reduces)
-            mean = _mean_rows(q, call)
-            self._kernel: Any = hopper.Keys(q, k, v, grad_out, mean, *_window(call), call.scale, adds, reduces, turns)
+            window, sequences = _window(call), _sequences(call)
+            self._kernel: Any = hopper.Keys(q, k, v, grad_out, sequences, *window, call.scale, adds, reduces, begins)
             return
         # Seen from a key, queries stand on the other side of the diagonal.
         before, behind = _window(call)
@@ -323,8 +334,8 @@ class _GradKeys:
         )
 
     def __call__(self, operands: Operands, upstream: Upstream, dk: Tensor, dv: Tensor, tiles: tuple[Tensor, Tensor]) -> None:
-        grad_out, lse, delta, sums, turns, _ = upstream
-        self._kernel(*operands, grad_out, lse, delta, dk, dv, *tiles, *(() if sums is None else (sums, turns)))
+        grad_out, lse, delta, _, sums, _ = upstream
+        self._kernel(*operands, grad_out, lse, delta, dk, dv, *tiles, *(() if sums is None else (sums,)))
 
 
 _keys_grads = Plans(lambda call, upstream, dk, dv, adds: _GradKeys(call, upstream.grad_out, adds, upstream.sums is not None))
@@ -384,13 +395,16 @@ def _may_reduce(call: GradCall, grad_out: Tensor) -> bool:
     return hopper is not None and not windowed and call.scale > 0 and hopper.reduces(*dims, call.deterministic)
 
 
-def _turns(call: GradCall, reduces: bool) -> int:
-    """Counts of a query head that adding up dq in a fixed order takes; 0 for any order."""
-    if not (reduces and call.deterministic):
-        return 0
-    from thdops.ops.attention_thd import kernels_hopper_backward as hopper
+def _begins_sums(call: GradCall, grad_out: Tensor) -> bool:
+    """Whether the kernel for dk and dv may begin sums for dq, instead of adding to zeros."""
+    hopper = _hopper_backward(call, grad_out)
+    return hopper is not None and hopper.begins_sums(call.q.shape[2], call.v.shape[2])
 
-    return hopper.turns_a_head(call.q.shape[2], call.v.shape[2], call.q.shape[0], _sequences(call))
+
+def _makes_delta(call: GradCall, grad_out: Tensor) -> bool:
+    """Whether the kernel for dq had better make delta, too."""
+    hopper = _hopper_backward(call, grad_out)
+    return hopper is not None and hopper.makes_delta(call.q.shape[2], call.out)
 
 
 def _persistent(

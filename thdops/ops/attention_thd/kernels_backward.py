@@ -35,19 +35,17 @@ from thdops.ops.attention_thd.kernels_tiles import read_tile
 # --- what both kernels need of a query row -------------------------------------------------------------------------------------
 
 
-_DELTA_INTEGERS = ["out_row", "out_head", "grad_row", "grad_head", "grad_lse_head", "grad_lse_row", "total", "heads", "turns_total"]
+_DELTA_STRIDES = ["out_row", "out_head", "grad_row", "grad_head", "grad_lse_head", "grad_lse_row"]
 
 
-@triton.jit(do_not_specialize=_DELTA_INTEGERS)
+@triton.jit(do_not_specialize=[*_DELTA_STRIDES, "total", "heads", "left", "right"])
 def delta_kernel(
     out,
     grad_out,
     lse,
     grad_lse,
     delta,
-    sums,  # fp32 [T, H, ZEROED], valid rows of which are to be zeroed; None
-    turns,  # int32 [turns_total], to be zeroed; None
-    wanted,  # a number that is 0 where they need not be; None
+    sums,  # fp32 [T, H, ZEROED], valid rows of which are to be zeroed, but for `begun` tiles of BEGUN rows, if that is not 0; None
     tiles,  # of queries
     counts,
     out_row,
@@ -58,10 +56,12 @@ def delta_kernel(
     grad_lse_row,
     total,
     heads,
-    turns_total,
+    left,
+    right,
     D: tl.constexpr,
     WIDTH: tl.constexpr,
     ZEROED: tl.constexpr,
+    BEGUN: tl.constexpr,
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
@@ -71,16 +71,14 @@ def delta_kernel(
     grad_row = grad_row * UNIT
     grad_head = grad_head * UNIT
     columns = tl.arange(0, WIDTH)
-    if turns is not None:
-        for start in range(tl.program_id(0) * 1024, turns_total, tl.num_programs(0) * 1024):
-            turn = start + tl.arange(0, 1024)
-            tl.store(turns + turn, tl.zeros([1024], tl.int32), mask=turn < turns_total)
-    zeroed = 1  # of the rows, all or none
-    if wanted is not None:
-        zeroed = (tl.load(wanted) > 0).to(tl.int32)
     for item in range(tl.program_id(0), tl.load(counts) * heads, tl.num_programs(0)):
-        first, owned, valid, _, _, _ = read_tile(tiles, item // heads)
+        first, owned, valid, _, others, position = read_tile(tiles, item // heads)
         head = (item % heads).to(tl.int64)
+        zeroed = valid
+        if BEGUN:
+            met = (others > 0) & ((right < 0) | (position + valid + right > 0)) & ((left < 0) | (position - left < others))
+            begun = (tl.load(tiles + (item // heads).to(tl.int64) * 8 + 6) > 0) & (valid == BEGUN) & met
+            zeroed = tl.where(begun, 0, valid)
         for start in range(0, valid, ROWS):
             row = start + tl.arange(0, ROWS)
             at = head * total + first + row
@@ -95,7 +93,7 @@ def delta_kernel(
             tl.store(delta + at, products, mask=row < owned)
             if sums is not None:
                 here = sums + (rows * heads + head) * ZEROED + tl.arange(0, ZEROED)[None, :]
-                tl.store(here, tl.zeros([ROWS, ZEROED], tl.float32), mask=(row < valid * zeroed)[:, None])
+                tl.store(here, tl.zeros([ROWS, ZEROED], tl.float32), mask=(row < zeroed)[:, None])
         for start in range((valid + ROWS - 1) // ROWS * ROWS, owned, 4 * ROWS):
             row = start + tl.arange(0, 4 * ROWS)
             tl.store(delta + head * total + first + row, tl.zeros([4 * ROWS], tl.float32), mask=row < owned)

@@ -9,7 +9,7 @@ T rows, H heads, D head dim, G = Hq / Hkv query heads of a key head; blocks are 
 - `queries_kernel` owns tiles of queries and walks over the keys they see. Everything is summed in registers in a fixed order, so
   results repeat bitwise; S and dP are computed twice, seven products in all.
 - With REDUCE, `keys_kernel` adds its share of dQ to an fp32 buffer (TMA reduction), in any order or in a fixed one
-  (`kernels_hopper_shares.py`): five products, and the buffer has to be zeroed before and converted after.
+  (`kernels_hopper_shares.py`): five products, and the buffer has to be zeroed or begun, and converted after.
 
 One warp copies; PARTS consumers multiply, each for ROWS rows of the tile. A tile's rows are the rows of every product, so that P
 and dS leave the tensor cores in the registers in which they return as left operands. A single consumer lets the last product of a
@@ -24,7 +24,7 @@ Measured on an H200 with Triton 3.6 (bf16, causal, 8 x 4096 rows, ms for keys / 
 - 192/128, 16/16: one consumer 2.73 / 1.93, two 2.83 / 1.54; 32 queries a block, as 64 leave no registers for dK.
 Since then tiles leave by TMA, items come with what their tile is, LSE is loaded early, and slots are released without a meeting
 (`kernels_hopper_slots.py`): 192/128 2.13 / 1.41 (2.33 / 1.47 before tiles left by TMA), D 64 1.00 / 0.76, D 128 with 128 x 256 rows
-0.40 / 0.32 (before all that 0.49 / 0.41).
+0.40 / 0.32 (before all that 0.49 / 0.41), and 0.37 with delta, which took 0.15 by itself (`kernels_hopper_delta.py`).
 - dS of hidden pairs: ptxas turns a branch around a selection into a selection in every block, three instructions an element; a
   branch that makes the mask again stays one. It takes D 64 from 0.80 to 0.77 for queries and all of its backward by reduction from
   1.87 to 1.82; D 128 is slower with it, as are short sequences (128 x 256, keys 0.51 instead of 0.47) and narrow windows (D 64,
@@ -59,7 +59,6 @@ class _Plan(NamedTuple):
     warps: int
     per_sm: int = 1
     registers: int | None = None
-    early: bool = True  # LSE is loaded before it is needed, and P multiplied before dS is known: not where registers are short
     branches: bool = True  # dS of hidden pairs is zeroed in blocks that have some; else by a selection in every block
 
 
@@ -80,12 +79,13 @@ _QUERIES = {
     (128, 128): _plans(_Plan(64, 1, 64, 2, 4, 2, 128, branches=False)),
     (192, 128): _plans(_Plan(128, 2, 64, 2, 4)),
 }
-# With the reduction, where that was the faster way to dQ: tiles as above. In order for a single consumer only.
+# With the reduction, where that was the faster way to dQ: tiles as above. By a single consumer in a fixed order, by two in any.
 _REDUCED = {
     (64, 64): _Plan(128, 2, 64, 3, 4),
-    (128, 128): _Plan(128, 1, 64, 2, 8, early=False, branches=False),
+    (128, 128): _Plan(128, 1, 64, 2, 8, branches=False),
 }
-_REDUCED_IN_ORDER = {(128, 128)}
+# Where there are registers for it.
+_MAKING_DELTA = {(64, 64), (96, 96), (128, 128)}
 
 
 def _short(mean: float, left: int, right: int) -> bool:
@@ -103,54 +103,66 @@ def tile_rows(d_qk: int, d_v: int) -> tuple[int, int]:
     return _QUERIES[d_qk, d_v][0].rows, _KEYS[d_qk, d_v][0].rows
 
 
-def reduces(d_qk: int, d_v: int, ordered: bool) -> bool:
-    """Whether `Keys` had better be given the fp32 sums for dQ, to be added to in any order or in a fixed one."""
-    return (d_qk, d_v) in (_REDUCED_IN_ORDER if ordered else _REDUCED)
+def reduces(d_qk: int, d_v: int, deterministic: bool) -> bool:
+    """Whether `Keys` had better be given the fp32 sums for dQ, and adds to them in a fixed order if so asked."""
+    plan = _REDUCED.get((d_qk, d_v))
+    return plan is not None and (plan.parts == 1 or not deterministic)
 
 
-def turns_a_head(d_qk: int, d_v: int, rows: int, sequences: int) -> int:
-    """Counts of a query head for adding in order: one of each block of queries; every segment of rows may end in a part of one."""
-    return rows // _REDUCED[d_qk, d_v].block + sequences + 2
+def begins_sums(d_qk: int, d_v: int) -> bool:
+    """Whether `Keys` may begin sums by storing the first shares of blocks: it adds in order, and they are tiles of queries."""
+    plan = _REDUCED.get((d_qk, d_v))
+    return plan is not None and plan.parts == 1 and plan.block == tile_rows(d_qk, d_v)[0]
+
+
+def makes_delta(d_qk: int, out: Tensor) -> bool:
+    """Whether `Queries` had better be given the forward's `out`, to make delta of it."""
+    return (d_qk, out.shape[2]) in _MAKING_DELTA and addressable(out)
 
 
 class Keys:
     """dk and dv [Tk, Hkv, D], planned for tensors that `serves` takes; zeros on padding rows.
 
-    mean: rows of q that a sequence has on the average; only the order of work follows from it.
     left, right: rows of the window on either side of the diagonal, -1 for all of them. adds: gradients are added to what stands in
-    the rows of tiles, fp32. reduces: there will be `sums`. turns: `turns_a_head` if they are added to in order.
+    the rows of tiles, fp32. reduces: there will be `sums`. begins: they hold nothing yet in whole blocks of a sequence that meet a
+    key, but for its first.
     """
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, mean: float, left: int, right: int, scale: float, adds: bool,
-        reduces: bool, turns: int,
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, sequences: int, left: int, right: int, scale: float, adds: bool,
+        reduces: bool, begins: bool,
     ) -> None:  # fmt: skip
         shape = (q.shape[2], v.shape[2])
+        mean = q.shape[0] / max(sequences, 1)
         plan = _REDUCED[shape] if reduces else _KEYS[shape][_short(mean, left, right)]
         self._operands = _Operands(q, k, v, do, plan.block, plan.rows // plan.parts)
         rows = plan.rows // plan.parts
         self._dk, self._dv = (_Chunks(meta(*x.shape, dtype=x.dtype), rows) for x in (k, v))
         self._sums = box_of(meta(*q.shape, dtype=torch.float32), plan.block, q.shape[2])
-        tuned = plan.parts, plan.stages, plan.early, plan.branches
+        tuned = plan.parts, plan.stages, plan.branches
         constexprs = (*shape, int(left >= 0), int(right >= 0), *tuned, int(reduces), int(adds))
-        self._launch = _launch(keys_kernel, plan, q, (turns, *key_order(q, k, v, mean), left, right, scale), constexprs)
+        # Counts for adding in order: one of each block of queries and query head; every segment of rows may end in a part of one.
+        turns = q.shape[0] // plan.block + sequences + 2
+        self._turns = (q.shape[1], turns) if reduces and plan.parts == 1 else None
+        numbers = (turns, int(begins), *key_order(q, k, v, mean), left, right, scale)
+        self._launch = _launch(keys_kernel, plan, q, numbers, constexprs)
 
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dk: Tensor, dv: Tensor,
-        tiles: Tensor, counts: Tensor, sums: Tensor | None = None, turns: Tensor | None = None,
+        tiles: Tensor, counts: Tensor, sums: Tensor | None = None,
     ) -> None:  # fmt: skip
         """lse and delta = rowsum(dO * O) - dLSE: fp32 [Hq, Tq], contiguous. Tiles of `tile_rows` rows each, the work counter zero.
-        sums: fp32 [Tq, Hq, Dqk], to which dq / scale is added on the way to dk and dv; turns: int32 [Hq, `turns_a_head`], zeros, if
-        that is done in a fixed order.
+        sums: fp32 [Tq, Hq, Dqk], to which dq / scale is added on the way to dk and dv.
         """
         descs = self._operands(q, k, v, do)
         added = descs[0] if sums is None else Boxes(sums, *self._sums)
+        turns = None if self._turns is None else torch.zeros(self._turns, dtype=torch.int32, device=q.device)
         out = [*self._dk(dk), *self._dv(dv)] if dk.dtype == k.dtype else descs[2:6]  # TMA stores no fp32: any
         self._launch(*descs, *out, added, turns, *self._operands.columns, lse, delta, dk, dv, q.shape[0], tiles, counts)
 
 
 class Queries:
-    """dq [Tq, Hq, D]: as `Keys`, but that `mean` is of rows of k."""
+    """dq [Tq, Hq, D]: as `Keys`. mean: rows of k that a sequence has on the average; only the order of work follows from it."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, mean: float, left: int, right: int, scale: float, adds: bool
@@ -163,11 +175,18 @@ class Queries:
         self._launch = _launch(queries_kernel, plan, q, (*query_order(q, k, v, mean), left, right, scale), constexprs)
 
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tiles: Tensor, counts: Tensor
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse: Tensor, delta: Tensor, dq: Tensor, tiles: Tensor, counts: Tensor,
+        out: Tensor | None = None, grad_lse: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """As there; with `out`, for which `makes_delta`, delta is written on the way, and tiles have to be of all rows."""
         descs = self._operands(q, k, v, do)
-        out = self._dq(dq) if dq.dtype == q.dtype else descs[:2]  # any, as above
-        self._launch(*descs, *out, *self._operands.columns, lse, delta, dq, q.shape[0], tiles, counts)
+        to = self._dq(dq) if dq.dtype == q.dtype else descs[:2]  # any, as above
+        out_strides = (0, 0) if out is None else out.stride()[:2]
+        grad_lse_strides = (0, 0) if grad_lse is None else grad_lse.stride()
+        self._launch(
+            *descs, *to, *self._operands.columns, lse, delta, dq, q.shape[0], tiles, counts,
+            out, *out_strides, grad_lse, *grad_lse_strides,
+        )  # fmt: skip
 
 
 def _launch(kernel: Any, plan: _Plan, q: Tensor, numbers: tuple[Any, ...], constexprs: tuple[Any, ...]) -> Launch:

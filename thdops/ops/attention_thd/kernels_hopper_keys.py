@@ -97,8 +97,7 @@ def _keys_producer(
 @gluon.jit
 def _keys_block(
     part: gl.constexpr, dk, dv, shares, dq_at, i, tile, window, scale, operands, terms, n, taken, start,
-    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr, EARLY: gl.constexpr, BRANCHES: gl.constexpr,
-    REDUCE: gl.constexpr, ORDERED: gl.constexpr,
+    LEFT: gl.constexpr, RIGHT: gl.constexpr, RUNS_ON: gl.constexpr, BRANCHES: gl.constexpr, REDUCE: gl.constexpr,
 ):  # fmt: skip
     """Take block n of queries, from row i on, into dK and dV. Shares of dQ take turns by how many were `taken`: of blocks that this
     consumer does not see there are none.
@@ -115,8 +114,7 @@ def _keys_block(
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_Q, 16])
     along: gl.constexpr = gl.SliceLayout(0, S)
     slot = n % STAGES
-    if EARLY:
-        lse_b = lse_s.index(slot).load(along)
+    lse_b = lse_s.index(slot).load(along)
     s = dot_transposed(k, part, q, slot, S)
     dp = dot_transposed(v, part, do, slot, S)
     if RUNS_ON:
@@ -124,35 +122,30 @@ def _keys_block(
         if n > start:
             release(FIRST + (n + STAGES - 1) % STAGES, THREADS)
     cut = is_cut(i, position, valid, others, right, left, ROWS, BLOCK_Q, RIGHT, LEFT)
-    if not EARLY:
-        lse_b = lse_s.index(slot).load(along)
     s = warpgroup_mma_wait(len(v), deps=(s,))
     p = gl.exp2(s * (scale * LOG2E) - lse_b[None, :])  # [ROWS, BLOCK_Q]
     if cut:
         p = zero_hidden(p, i, position, valid, others, right, left, RIGHT, LEFT)
-    if EARLY:
-        dv = dot(p.to(dtype), do, slot, dv)
+    dv = dot(p.to(dtype), do, slot, dv)
     delta_b = delta_s.index(slot).load(along)
-    dp = warpgroup_mma_wait(len(v) if EARLY else 0, deps=(dp,))
+    dp = warpgroup_mma_wait(len(v), deps=(dp,))
     ds = p * (dp - delta_b[None, :])
     if not BRANCHES:
         ds = gl.where(p == 0.0, 0.0, ds)
     elif cut:
         ds = zero_hidden(ds, i, position, valid, others, right, left, RIGHT, LEFT)
-    if not EARLY:
-        dv = dot(p.to(dtype), do, slot, dv)
     ds = ds.to(dtype)
     if REDUCE:
-        ds_s = shares[2]
+        ds_s = shares[2].index(taken % 2 if RUNS_ON else 0)
         ds_s.store(ds)
-        if not ORDERED:
-            tma.store_wait(1)  # the older share has been read
         fence_async_shared()
+        if not RUNS_ON:
+            tma.store_wait(1)  # the older share has been read; here, as Triton puts a barrier behind this
         barrier()
         dq = start_share(ds_s, k[0].index(part))
         dk = dot(ds, q, slot, dk)
         dq = warpgroup_mma_wait(len(k), deps=(dq,))
-        hand_over(dq, others - i, shares, taken, dq_at[0], dq_at[1], ORDERED)
+        hand_over(dq, others - i, shares, taken, dq_at[0], dq_at[1], FIRST + STAGES, THREADS, RUNS_ON)
     else:
         dk = dot(ds, q, slot, dk)
     dv = wait(dv, len(k))
@@ -164,7 +157,7 @@ def _keys_block(
 @gluon.jit
 def _keys_consumer(
     part: gl.constexpr, args,
-    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, EARLY: gl.constexpr, BRANCHES: gl.constexpr,
+    D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BRANCHES: gl.constexpr,
     REDUCE: gl.constexpr, ORDERED: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     outputs, shares, work, heads, window, scale, operands, terms, tile_bars, full, clean = args
@@ -213,13 +206,13 @@ def _keys_consumer(
                 if RUNS_ON:
                     running, dv = _keys_block(
                         part, running, dv, shares, dq_at, i, tile, window, scale, operands, terms, n, n, start,
-                        LEFT, RIGHT, RUNS_ON, EARLY, BRANCHES, REDUCE, ORDERED,
+                        LEFT, RIGHT, RUNS_ON, BRANCHES, REDUCE,
                     )  # fmt: skip
                 else:
                     if not is_hidden(i, position, valid, right, left, ROWS, BLOCK_Q, RIGHT, LEFT):
                         running, dv = _keys_block(
                             part, running, dv, shares, dq_at, i, tile, window, scale, operands, terms, n, taken, start,
-                            LEFT, RIGHT, RUNS_ON, EARLY, BRANCHES, REDUCE, ORDERED,
+                            LEFT, RIGHT, RUNS_ON, BRANCHES, REDUCE,
                         )  # fmt: skip
                         taken += 1
                     release(FIRST + n % STAGES, THREADS)
@@ -257,19 +250,20 @@ def _keys_consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(
-    do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "turns_a_head", "kv_heads", "near", "group", "left", "right"]
-)
+_STRIDES = ["q_head", "k_head", "v_head", "do_head"]
+
+
+@gluon.jit(do_not_specialize=[*_STRIDES, "tq", "turns_a_head", "begins", "kv_heads", "near", "group", "left", "right"])
 def keys_kernel(
     q0, q1, k0, k1, v0, v1, do0, do1, dk0, dk1, dv0, dv1, dq_desc, turns, q_head, k_head, v_head, do_head, lse, delta, dk, dv, tq,
-    tiles, counts, turns_a_head, kv_heads, near, group, left, right, scale,
+    tiles, counts, turns_a_head, begins, kv_heads, near, group, left, right, scale,
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
-    EARLY: gl.constexpr, BRANCHES: gl.constexpr, REDUCE: gl.constexpr, ADDS: gl.constexpr,
+    BRANCHES: gl.constexpr, REDUCE: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """dK and dV of the key tiles of every key head; with REDUCE, their shares of dQ too, in a fixed order if there are `turns`.
-    ADDS: onto what dk and dv hold.
+    """dK and dV of the key tiles of every key head; with REDUCE, their shares of dQ too, a single consumer's in a fixed order, for
+    which there are `turns` and `begins`. ADDS: onto what dk and dv hold.
     """
-    ORDERED: gl.constexpr = turns is not None
+    ORDERED: gl.constexpr = REDUCE and PARTS == 1
     descs = (chunks_of(q0, q1), chunks_of(k0, k1), chunks_of(v0, v1), chunks_of(do0, do1))
     columns = (q_head, k_head, v_head, do_head)
     q = buffers(descs[0], STAGES)
@@ -294,13 +288,16 @@ def keys_kernel(
     fence_async_shared()
     barrier()
     load = (descs, columns, lse, delta, tq, work, heads, window, operands, terms, tile_bars, full)
-    if ORDERED:  # has one consumer
+    if ORDERED:
         ROWS: gl.constexpr = k[0].shape[1]
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, EARLY, BRANCHES, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ORDERED, ADDS)),
                 (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
-                (add_in_order, (first[1], turns, turns_a_head, work, heads, window, D_QK, ROWS, LEFT, RIGHT)),
+                (
+                    add_in_order,
+                    (first[1], turns, turns_a_head, begins, work, heads, window, D_QK, ROWS, LEFT, RIGHT, FIRST + STAGES),
+                ),
             ],
             [1, 1],
             [24, 24],
@@ -308,7 +305,7 @@ def keys_kernel(
     elif PARTS == 1:
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, EARLY, BRANCHES, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ORDERED, ADDS)),
                 (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
             ],
             [1],
@@ -317,8 +314,8 @@ def keys_kernel(
     else:
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, EARLY, BRANCHES, REDUCE, ORDERED, ADDS)),
-                (_keys_consumer, (gl.constexpr(1), second, D_QK, D_V, LEFT, RIGHT, EARLY, BRANCHES, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(1), second, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ORDERED, ADDS)),
                 (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
             ],
             [4, 1],

@@ -1,8 +1,11 @@
 """dQ on Hopper: `queries_kernel` owns tiles of queries and walks over the keys they see.
 
 T rows, H heads, D head dim, G = Hq / Hkv query heads of a key head; blocks are BLOCK_K keys. `kernels_hopper_backward.py` has
-the formulas and says how warps share the work.
+the formulas and says how warps share the work. Where `out` is given, delta is made on the way (`kernels_hopper_delta.py`).
 """
+
+# Branches on constants vanish while a kernel is traced, which Python's types cannot express.
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma_wait
 
 from thdops.ops.attention_thd.kernels_hopper_common import LOG2E, integers, place_of
+from thdops.ops.attention_thd.kernels_hopper_delta import begin_delta, delta_sources, finish_delta, unmet_delta
 from thdops.ops.attention_thd.kernels_hopper_memory import (
     barriers,
     buffers,
@@ -66,11 +70,13 @@ def _queries_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.cons
             for part in gl.static_range(PARTS):
                 here = part * ROWS + r
                 lse_r = gl.load(lse + at + here, mask=here < valid, other=0.0) * LOG2E
-                delta_r = gl.load(delta + at + here, mask=here < valid, other=0.0)
+                if len(delta_s) > 0:
+                    delta_r = gl.load(delta + at + here, mask=here < valid, other=0.0)
                 if part == 0:
                     mbarrier.wait(q_empty, (loaded & 1) ^ 1)
                 lse_s.index(part).store(lse_r)
-                delta_s.index(part).store(delta_r)
+                if len(delta_s) > 0:
+                    delta_s[0].index(part).store(delta_r)
             barrier()
             mbarrier.expect(q_full, Q_BYTES)
             copy_tile(q_desc, q, q_full, row, head * q_head)
@@ -131,7 +137,7 @@ def _queries_consumer(
     part: gl.constexpr, args,
     D_QK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BRANCHES: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    outputs, work, heads, window, scale, operands, terms, tile_bars, full, clean = args
+    outputs, made_of, lse, delta, tq, work, heads, window, scale, operands, terms, tile_bars, full, clean = args
     dq_out, dq_desc, dq_s = outputs
     lse_s, delta_s = terms
     all_heads, near, group = heads
@@ -145,7 +151,9 @@ def _queries_consumer(
     THREADS: gl.constexpr = threads_of(q[0].shape[0] * q[0].shape[1])
     RUNS_ON: gl.constexpr = PARTS == 1
     FP32: gl.constexpr = dq_out.dtype.element_ty == gl.float32
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16])
+    MAKES_DELTA: gl.constexpr = len(made_of) > 0
+    ALONG: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16]))
+    r = gl.arange(0, ROWS, ALONG)
     turn = 0
     n = 0
     loaded = 0
@@ -158,12 +166,19 @@ def _queries_consumer(
         rows -= part * ROWS
         valid -= part * ROWS
         position += part * ROWS
+        at = head.to(gl.int64) * tq + row
         if blocks > 0:
-            dq = zeros(q)
+            if MAKES_DELTA:
+                begun = begin_delta(made_of, do, head, row, valid, ALONG)
             mbarrier.wait(q_full, loaded & 1)
             loaded += 1
-            lse_r = lse_s.index(part).load(gl.SliceLayout(1, S))
-            delta_r = delta_s.index(part).load(gl.SliceLayout(1, S))
+            lse_r = lse_s.index(part).load(ALONG)
+            if MAKES_DELTA:
+                delta_r = finish_delta(begun, do, part, lse_r, valid, ALONG)
+                gl.store(delta + at + r, delta_r, mask=r < rows)
+            else:
+                delta_r = delta_s[0].index(part).load(ALONG)
+            dq = zeros(q)
             start = n
             running = as_running(dq) if RUNS_ON else dq
             for b in range(blocks):
@@ -203,24 +218,30 @@ def _queries_consumer(
                 barrier()
                 store(dq_s, part, dq_desc, dq_out, head * D_QK, row, rows, valid, all_heads * D_QK)
         elif not ADDS:
+            if MAKES_DELTA:
+                gl.store(delta + at + r, unmet_delta(made_of, lse + at, head, row, valid, ROWS, ALONG), mask=r < rows)
             clear_rows(dq_out + head * D_QK, row, rows, all_heads * D_QK, q)
         index, head, row, rows, valid, other_row, others, position = take(work, turn)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["q_head", "k_head", "v_head", "do_head", "tq", "heads", "near", "group", "left", "right"])
+_STRIDES = ["q_head", "k_head", "v_head", "do_head", "out_row", "out_head", "grad_lse_head", "grad_lse_row"]
+
+
+@gluon.jit(do_not_specialize=[*_STRIDES, "tq", "heads", "near", "group", "left", "right"])
 def queries_kernel(
     q0, q1, k0, k1, v0, v1, do0, do1, dq0, dq1, q_head, k_head, v_head, do_head, lse, delta, dq, tq, tiles, counts,
-    heads, near, group, left, right, scale,
+    out, out_row, out_head, grad_lse, grad_lse_head, grad_lse_row, heads, near, group, left, right, scale,
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PARTS: gl.constexpr, STAGES: gl.constexpr,
     BRANCHES: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    """dQ of the query tiles of every query head. ADDS: onto what dq holds."""
+    """dQ of the query tiles of every query head. ADDS: onto what dq holds. out: delta is to be made, of it and of grad_lse."""
     descs = (chunks_of(q0, q1), chunks_of(k0, k1), chunks_of(v0, v1), chunks_of(do0, do1))
     columns = (q_head, k_head, v_head, do_head)
     operands = (buffers(descs[0], PARTS), buffers(descs[1], STAGES), buffers(descs[2], STAGES), buffers(descs[3], PARTS))
     ROWS: gl.constexpr = operands[0][0].shape[1]
-    terms = (rows_of_fp32(PARTS, ROWS), rows_of_fp32(PARTS, ROWS))
+    made_of = delta_sources(out, out_row, out_head, grad_lse, grad_lse_head, grad_lse_row)
+    terms = (rows_of_fp32(PARTS, ROWS), () if len(made_of) > 0 else (rows_of_fp32(PARTS, ROWS),))
     window = (left, right)
     work = (tiles, counts, integers(2), barriers(2, 1), barriers(2, PARTS))
     tile_bars = (barriers(1, 1).index(0), barriers(1, PARTS).index(0))
@@ -230,7 +251,7 @@ def queries_kernel(
     barrier()
     load = (descs, columns, lse, delta, tq, work, (heads, near, group), window, operands, terms, tile_bars, full)
     outputs = (dq, chunks_of(dq0, dq1), operands[0] if dq.dtype.element_ty == gl.float32 else buffers(descs[0], PARTS))
-    args = (outputs, work, (heads, near, group), window, scale, operands, terms, tile_bars, full, clean)
+    args = (outputs, made_of, lse, delta, tq, work, (heads, near, group), window, scale, operands, terms, tile_bars, full, clean)
     if PARTS == 1:
         gl.warp_specialize(
             [
