@@ -120,7 +120,8 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, rows: Rows) -> Tensor:
         """`[T, H, head_dim]`."""
         if self.group is None:
-            return thdops.attention(q, k, v, rows.cu_seqlens, cu_seqlens_q_padded=rows.cu_seqlens_padded, causal=True)
+            own = "native" if q.is_cuda else None  # in every mode, whatever else is installed
+            return thdops.attention(q, k, v, rows.cu_seqlens, cu_seqlens_q_padded=rows.cu_seqlens_padded, causal=True, backend=own)
         metadata = (rows.cu_seqlens, rows.cu_seqlens_padded)
         return thdops.context_parallel.attention(q, k, v, *metadata, group=self.group, comm=self.comm, causal=True)
 

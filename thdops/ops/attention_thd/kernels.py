@@ -201,8 +201,8 @@ def attention_upstream(call: GradCall, dsink: Tensor, reduces: bool) -> Upstream
 
 class _AttentionUpstream:
     """`attention_upstream` of one kind, but for `sink`. delta is made of the forward's out as it was rounded; valid rows of `sums`
-    are zeroed on the way. here: for which sequences that is done; for all others the kernel for dq makes delta. begins: but for
-    the rows that `_GradKeys` begins sums of.
+    are zeroed on the way. here: for which sequences ("any", "long", "none"); for all others the kernel for dq makes delta. begins:
+    rows whose sums `_GradKeys` begins are not zeroed.
     """
 
     def __init__(self, call: GradCall, reduces: bool, looks: bool = False, here: str = "any", begins: bool = False) -> None:

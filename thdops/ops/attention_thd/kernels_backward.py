@@ -65,7 +65,7 @@ def delta_kernel(
     UNIT: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """fp32 delta [H, T] = <dout, out> - dLSE; 0 on padding rows and where no key is seen, whatever stands there."""
+    """fp32 delta [H, T] = <dout, out> - dLSE; 0 on padding rows and where no key is seen, whatever stands there. Zeroes `sums`."""
     out_row = out_row * UNIT  # as in the forward
     out_head = out_head * UNIT
     grad_row = grad_row * UNIT
@@ -75,7 +75,7 @@ def delta_kernel(
         first, owned, valid, _, others, position = read_tile(tiles, item // heads)
         head = (item % heads).to(tl.int64)
         zeroed = valid
-        if BEGUN:
+        if BEGUN:  # what `add_in_order` stores: whole blocks that a key meets, but for a sequence's first
             met = (others > 0) & ((right < 0) | (position + valid + right > 0)) & ((left < 0) | (position - left < others))
             begun = (tl.load(tiles + (item // heads).to(tl.int64) * 8 + 6) > 0) & (valid == BEGUN) & met
             zeroed = tl.where(begun, 0, valid)

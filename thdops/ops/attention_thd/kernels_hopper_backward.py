@@ -24,7 +24,7 @@ Measured on an H200 with Triton 3.6 (bf16, causal, 8 x 4096 rows, ms for keys / 
 - 192/128, 16/16: one consumer 2.73 / 1.93, two 2.83 / 1.54; 32 queries a block, as 64 leave no registers for dK.
 Since then tiles leave by TMA, items come with what their tile is, LSE is loaded early, and slots are released without a meeting
 (`kernels_hopper_slots.py`): 192/128 2.13 / 1.41 (2.33 / 1.47 before tiles left by TMA), D 64 1.00 / 0.76, D 128 with 128 x 256 rows
-0.40 / 0.32 (before all that 0.49 / 0.41), and 0.37 with delta, which took 0.15 by itself (`kernels_hopper_delta.py`).
+0.40 / 0.32 (before all that 0.49 / 0.41); queries 0.37 where they make delta, too, which took 0.15 by itself.
 - dS of hidden pairs: ptxas turns a branch around a selection into a selection in every block, three instructions an element; a
   branch that makes the mask again stays one. It takes D 64 from 0.80 to 0.77 for queries and all of its backward by reduction from
   1.87 to 1.82; D 128 is slower with it, as are short sequences (128 x 256, keys 0.51 instead of 0.47) and narrow windows (D 64,
@@ -42,7 +42,7 @@ from torch import Tensor
 from thdops.ops.attention_thd.kernels_hopper_common import ELEMENT, Boxes, addressable, box_of, key_order, query_order
 from thdops.ops.attention_thd.kernels_hopper_keys import keys_kernel
 from thdops.ops.attention_thd.kernels_hopper_queries import queries_kernel
-from thdops.ops.attention_thd.kernels_tiles import SHORT, narrow
+from thdops.ops.attention_thd.kernels_tiles import SHORT, capacity, narrow
 from thdops.ops.launch import Launch, multiprocessors
 from thdops.ops.plans import meta
 
@@ -84,7 +84,7 @@ _REDUCED = {
     (64, 64): _Plan(128, 2, 64, 3, 4),
     (128, 128): _Plan(128, 1, 64, 2, 8, branches=False),
 }
-# Where there are registers for it.
+# Where there are registers for it (96/96: not timed).
 _MAKING_DELTA = {(64, 64), (96, 96), (128, 128)}
 
 
@@ -123,9 +123,9 @@ def makes_delta(d_qk: int, out: Tensor) -> bool:
 class Keys:
     """dk and dv [Tk, Hkv, D], planned for tensors that `serves` takes; zeros on padding rows.
 
-    left, right: rows of the window on either side of the diagonal, -1 for all of them. adds: gradients are added to what stands in
-    the rows of tiles, fp32. reduces: there will be `sums`. begins: they hold nothing yet in whole blocks of a sequence that meet a
-    key, but for its first.
+    sequences: how many; the order of work follows, and room for counts. left, right: rows of the window on either side of the
+    diagonal, -1 for all of them. adds: gradients are added to what stands in the rows of tiles, fp32. reduces: there will be
+    `sums`. begins: in whole blocks but the first of a sequence, a first share is stored over what they hold.
     """
 
     def __init__(
@@ -141,10 +141,9 @@ class Keys:
         self._sums = box_of(meta(*q.shape, dtype=torch.float32), plan.block, q.shape[2])
         tuned = plan.parts, plan.stages, plan.branches
         constexprs = (*shape, int(left >= 0), int(right >= 0), *tuned, int(reduces), int(adds))
-        # Counts for adding in order: one of each block of queries and query head; every segment of rows may end in a part of one.
-        turns = q.shape[0] // plan.block + sequences + 2
-        self._turns = (q.shape[1], turns) if reduces and plan.parts == 1 else None
-        numbers = (turns, int(begins), *key_order(q, k, v, mean), left, right, scale)
+        turns_a_head = capacity(q.shape[0], sequences, plan.block)  # counts for adding in order: one of each block of queries
+        self._turns = (q.shape[1], turns_a_head) if reduces and plan.parts == 1 else None
+        numbers = (turns_a_head, int(begins), *key_order(q, k, v, mean), left, right, scale)
         self._launch = _launch(keys_kernel, plan, q, numbers, constexprs)
 
     def __call__(

@@ -30,14 +30,14 @@ def delta_sources(out, out_row, out_head, grad_lse, grad_lse_head, grad_lse_row)
 
 
 @gluon.jit
-def begin_delta(made_of, do, head, row, valid, LAYOUT: gl.constexpr):
-    """(O of a consumer's rows, shaped as the chunks of dO; dLSE, a LAYOUT), 0 on the rows from `valid` on."""
-    out, stride, out_head = made_of[0]
+def begin_delta(sources, do, head, row, valid, LAYOUT: gl.constexpr):
+    """(O of a consumer's rows, in chunks as dO; dLSE in LAYOUT), 0 from row `valid` on."""
+    out, stride, out_head = sources[0]
     here = out + row.to(gl.int64) * stride + head.to(gl.int64) * out_head
     loaded = ()
     for c in gl.static_range(len(do)):
         loaded = loaded + (_load_chunk(here + do[0].shape[2] * c, stride, valid, do[c].shape[1], do[c].shape[2]),)
-    return loaded, _grad_lse(made_of[1], head, row, valid, do[0].shape[1], LAYOUT)
+    return loaded, _grad_lse(sources[1], head, row, valid, do[0].shape[1], LAYOUT)
 
 
 @gluon.jit
@@ -54,11 +54,11 @@ def finish_delta(begun, do, part, lse_r, valid, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def unmet_delta(made_of, lse, head, row, valid, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
+def unmet_delta(sources, lse, head, row, valid, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
     """delta of rows that see no key: O is 0, and LSE a sink's, if there is one. `lse`: that of the first row."""
     r = gl.arange(0, ROWS, LAYOUT)
     lse_r = gl.load(lse + r, mask=r < valid, other=float("-inf"))
-    return gl.where(lse_r > float("-inf"), -_grad_lse(made_of[1], head, row, valid, ROWS, LAYOUT), 0.0)
+    return gl.where(lse_r > float("-inf"), -_grad_lse(sources[1], head, row, valid, ROWS, LAYOUT), 0.0)
 
 
 @gluon.jit

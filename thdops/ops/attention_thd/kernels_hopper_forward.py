@@ -110,7 +110,7 @@ def consume(args, plan, GROUP: gl.constexpr):
         vacate(q_ring, n)
         n += 1
         row, rows, valid, others, position, head, begin, end = receive(fields, n, q_ring)
-    tma.store_wait(0)
+    tma.store_wait(0)  # what the last tile has staged
 
 
 @gluon.jit
@@ -242,8 +242,8 @@ class Shape(NamedTuple):
 # and, with three grids, 745; D 128 with 128 x 256 is even. Storing whole tiles by TMA, not from registers, took 128 x 256 from 274
 # to 249. Slower: three programs in one CTA, each with its own rings and 32 keys a block (D 128, 128 x 256: 404 to 422 instead of
 # 292 over a second); exp2 of every fourth element as a polynomial (8 x 4096 2012 instead of 1880, D 64 707 instead of 679). No
-# faster: the next tile's first product before this tile is left (282, 278). Q's slot, from which a tile leaves, released while the
-# next one is attended to: 281, 274; two heads of a group besides, with K and V loaded once for both: 270.
+# faster: the next tile's first product before this tile is left (282, 278). Q's slot is released while the next tile is attended
+# to: 274 instead of 281. Two heads of a group besides, with K and V loaded once for both: 270, not kept.
 _SHAPES = {
     (64, 64): (Shape(2, 128, 2, 4), Shape(1, 64, 2, 3, 3, 80)),
     (128, 128): (Shape(2, 128, 2, 2), Shape(1, 64, 2, 2, 2, 128)),

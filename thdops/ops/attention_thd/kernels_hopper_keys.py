@@ -33,7 +33,7 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
 from thdops.ops.attention_thd.kernels_hopper_names import barrier
 from thdops.ops.attention_thd.kernels_hopper_products import as_running, dot, dot_transposed, wait, zeros
 from thdops.ops.attention_thd.kernels_hopper_shares import add_in_order, first_step, hand_over, make_shares, next_step, start_share
-from thdops.ops.attention_thd.kernels_hopper_slots import FIRST, await_release, release, threads_of
+from thdops.ops.attention_thd.kernels_hopper_slots import BEHIND, FIRST, await_release, release, threads_of
 from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_hidden, key_place, post, take, tile_at, zero_hidden
 
 
@@ -110,6 +110,7 @@ def _keys_block(
     BLOCK_Q: gl.constexpr = q[0].shape[1]
     STAGES: gl.constexpr = q[0].shape[0]
     THREADS: gl.constexpr = threads_of(k[0].shape[0] * k[0].shape[1])
+    ORDERED: gl.constexpr = REDUCE and RUNS_ON  # a single consumer's shares
     dtype: gl.constexpr = k[0].dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_Q, 16])
     along: gl.constexpr = gl.SliceLayout(0, S)
@@ -136,16 +137,16 @@ def _keys_block(
         ds = zero_hidden(ds, i, position, valid, others, right, left, RIGHT, LEFT)
     ds = ds.to(dtype)
     if REDUCE:
-        ds_s = shares[2].index(taken % 2 if RUNS_ON else 0)
+        ds_s = shares[2].index(taken % 2 if ORDERED else 0)
         ds_s.store(ds)
         fence_async_shared()
-        if not RUNS_ON:
+        if not ORDERED:
             tma.store_wait(1)  # the older share has been read; here, as Triton puts a barrier behind this
         barrier()
         dq = start_share(ds_s, k[0].index(part))
         dk = dot(ds, q, slot, dk)
         dq = warpgroup_mma_wait(len(k), deps=(dq,))
-        hand_over(dq, others - i, shares, taken, dq_at[0], dq_at[1], FIRST + STAGES, THREADS, RUNS_ON)
+        hand_over(dq, others - i, shares, taken, dq_at[0], dq_at[1], FIRST + STAGES, THREADS, ORDERED)
     else:
         dk = dot(ds, q, slot, dk)
     dv = wait(dv, len(k))
@@ -264,6 +265,7 @@ def keys_kernel(
     which there are `turns` and `begins`. ADDS: onto what dk and dv hold.
     """
     ORDERED: gl.constexpr = REDUCE and PARTS == 1
+    gl.static_assert(FIRST + STAGES + 2 <= BEHIND)
     descs = (chunks_of(q0, q1), chunks_of(k0, k1), chunks_of(v0, v1), chunks_of(do0, do1))
     columns = (q_head, k_head, v_head, do_head)
     q = buffers(descs[0], STAGES)

@@ -31,7 +31,7 @@ from thdops.ops.attention_thd.kernels_hopper_memory import (
 )
 from thdops.ops.attention_thd.kernels_hopper_names import barrier
 from thdops.ops.attention_thd.kernels_hopper_products import as_running, dot, dot_transposed, wait, zeros
-from thdops.ops.attention_thd.kernels_hopper_slots import FIRST, await_release, release, threads_of
+from thdops.ops.attention_thd.kernels_hopper_slots import BEHIND, FIRST, await_release, release, threads_of
 from thdops.ops.attention_thd.kernels_hopper_work import blocks_met, is_cut, is_hidden, post, take, tile_at, zero_hidden
 
 
@@ -53,6 +53,7 @@ def _queries_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.cons
     THREADS: gl.constexpr = threads_of(q[0].shape[0] * q[0].shape[1])
     Q_BYTES: gl.constexpr = q[0].shape[0] * q[0].shape[1] * 2 * (D_QK + D_V)
     BYTES: gl.constexpr = BLOCK_K * 2 * (D_QK + D_V)
+    MAKES_DELTA: gl.constexpr = len(delta_s) == 0
     r = gl.arange(0, ROWS, gl.BlockedLayout([1], [32], [1], [0]))
     entries = gl.load(counts)
     item = gl.atomic_add(counts + 1, 1)
@@ -70,12 +71,12 @@ def _queries_producer(args, D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.cons
             for part in gl.static_range(PARTS):
                 here = part * ROWS + r
                 lse_r = gl.load(lse + at + here, mask=here < valid, other=0.0) * LOG2E
-                if len(delta_s) > 0:
+                if not MAKES_DELTA:
                     delta_r = gl.load(delta + at + here, mask=here < valid, other=0.0)
                 if part == 0:
                     mbarrier.wait(q_empty, (loaded & 1) ^ 1)
                 lse_s.index(part).store(lse_r)
-                if len(delta_s) > 0:
+                if not MAKES_DELTA:
                     delta_s[0].index(part).store(delta_r)
             barrier()
             mbarrier.expect(q_full, Q_BYTES)
@@ -137,7 +138,7 @@ def _queries_consumer(
     part: gl.constexpr, args,
     D_QK: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BRANCHES: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
-    outputs, made_of, lse, delta, tq, work, heads, window, scale, operands, terms, tile_bars, full, clean = args
+    outputs, sources, lse, delta, tq, work, heads, window, scale, operands, terms, tile_bars, full, clean = args
     dq_out, dq_desc, dq_s = outputs
     lse_s, delta_s = terms
     all_heads, near, group = heads
@@ -151,7 +152,7 @@ def _queries_consumer(
     THREADS: gl.constexpr = threads_of(q[0].shape[0] * q[0].shape[1])
     RUNS_ON: gl.constexpr = PARTS == 1
     FP32: gl.constexpr = dq_out.dtype.element_ty == gl.float32
-    MAKES_DELTA: gl.constexpr = len(made_of) > 0
+    MAKES_DELTA: gl.constexpr = len(sources) > 0
     ALONG: gl.constexpr = gl.SliceLayout(1, gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_K, 16]))
     r = gl.arange(0, ROWS, ALONG)
     turn = 0
@@ -169,7 +170,7 @@ def _queries_consumer(
         at = head.to(gl.int64) * tq + row
         if blocks > 0:
             if MAKES_DELTA:
-                begun = begin_delta(made_of, do, head, row, valid, ALONG)
+                begun = begin_delta(sources, do, head, row, valid, ALONG)
             mbarrier.wait(q_full, loaded & 1)
             loaded += 1
             lse_r = lse_s.index(part).load(ALONG)
@@ -219,7 +220,7 @@ def _queries_consumer(
                 store(dq_s, part, dq_desc, dq_out, head * D_QK, row, rows, valid, all_heads * D_QK)
         elif not ADDS:
             if MAKES_DELTA:
-                gl.store(delta + at + r, unmet_delta(made_of, lse + at, head, row, valid, ROWS, ALONG), mask=r < rows)
+                gl.store(delta + at + r, unmet_delta(sources, lse + at, head, row, valid, ROWS, ALONG), mask=r < rows)
             clear_rows(dq_out + head * D_QK, row, rows, all_heads * D_QK, q)
         index, head, row, rows, valid, other_row, others, position = take(work, turn)
     tma.store_wait(0)
@@ -236,12 +237,13 @@ def queries_kernel(
     BRANCHES: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     """dQ of the query tiles of every query head. ADDS: onto what dq holds. out: delta is to be made, of it and of grad_lse."""
+    gl.static_assert(FIRST + STAGES <= BEHIND)
     descs = (chunks_of(q0, q1), chunks_of(k0, k1), chunks_of(v0, v1), chunks_of(do0, do1))
     columns = (q_head, k_head, v_head, do_head)
     operands = (buffers(descs[0], PARTS), buffers(descs[1], STAGES), buffers(descs[2], STAGES), buffers(descs[3], PARTS))
     ROWS: gl.constexpr = operands[0][0].shape[1]
-    made_of = delta_sources(out, out_row, out_head, grad_lse, grad_lse_head, grad_lse_row)
-    terms = (rows_of_fp32(PARTS, ROWS), () if len(made_of) > 0 else (rows_of_fp32(PARTS, ROWS),))
+    sources = delta_sources(out, out_row, out_head, grad_lse, grad_lse_head, grad_lse_row)
+    terms = (rows_of_fp32(PARTS, ROWS), () if len(sources) > 0 else (rows_of_fp32(PARTS, ROWS),))
     window = (left, right)
     work = (tiles, counts, integers(2), barriers(2, 1), barriers(2, PARTS))
     tile_bars = (barriers(1, 1).index(0), barriers(1, PARTS).index(0))
@@ -251,7 +253,7 @@ def queries_kernel(
     barrier()
     load = (descs, columns, lse, delta, tq, work, (heads, near, group), window, operands, terms, tile_bars, full)
     outputs = (dq, chunks_of(dq0, dq1), operands[0] if dq.dtype.element_ty == gl.float32 else buffers(descs[0], PARTS))
-    args = (outputs, made_of, lse, delta, tq, work, (heads, near, group), window, scale, operands, terms, tile_bars, full, clean)
+    args = (outputs, sources, lse, delta, tq, work, (heads, near, group), window, scale, operands, terms, tile_bars, full, clean)
     if PARTS == 1:
         gl.warp_specialize(
             [

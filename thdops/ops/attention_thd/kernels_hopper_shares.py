@@ -13,8 +13,8 @@ Measured on an H200 (Triton 3.6, bf16, causal, all of a backward, ms over a seco
 adder does not wait; block after block, or head after head of a group), and with a kernel for dQ, which repeats bitwise too:
 - 8 x 4096 rows, 32/8 heads 6.0, 6.2, 5.9, 6.8; 64/8 heads 12.0 to 12.8, 12.8, 13.3, 14.3; 2 x 16384, 16/16 heads 10.7, 10.7, 10.8,
   12.8; documents of 600 rows 7.9, 7.9, 8.0, 9.0, and 7.6 since first shares are stored. So D 128 has no other order.
-  The first three with the last tile first and each from its diagonal on 6.8, 15.4, 11.4; with one head of a group after the other
-  7.2, 14.9, 11.1.
+  Earlier, beside 6.4, 13.2, 11.3 of the first three: last tile first, each from its diagonal on 6.8, 15.4, 11.4; one head of a
+  group after the other 7.2, 14.9, 11.1.
 - Shares for the adder at named barriers, dS^T in two buffers (so that all warps meet once less a block), P multiplied before dS is
   known: 8 x 4096 rows 6.1 instead of 6.35, in a fixed order.
 - D 64, one consumer, in a fixed order: 1.98, and in any by two 1.77; by a kernel for dQ 1.90.
@@ -62,7 +62,9 @@ def next_step(g, i, group, first, blocks, BLOCK_Q: gl.constexpr, ORDERED: gl.con
 
 @gluon.jit
 def make_shares(dq_desc, k, q, REDUCE: gl.constexpr, ORDERED: gl.constexpr):
-    """A consumer's: descriptor of the sums, two shares, dS^T [ROWS, BLOCK_Q], two for an adder, and which shares that has read."""
+    """A consumer's: descriptor of the sums, two shares, dS^T [ROWS, BLOCK_Q] (two of it with an adder), barriers for shares that
+    the adder has read.
+    """
     if REDUCE:
         shape: gl.constexpr = [k[0].shape[1], q[0].shape[1]]
         layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for(shape, k[0].dtype)
@@ -143,7 +145,7 @@ def add_in_order(
                 if LEFT:  # each tile meets rows up to ROWS behind those of the one before it
                     before = gl.minimum(preceding, (position + ROWS + left - 1 - i) // ROWS)
                 slot = n % 2
-                await_release(FULL + slot, threads_of(ROWS), n >= 0)
+                await_release(FULL + slot, threads_of(ROWS), n >= 0)  # always
                 while taken < before:
                     taken = _taken(turn)
                 _follow()

@@ -83,6 +83,7 @@ def attend(q_ring, q_first, n, k_ring, v_ring, it, view, before, scale, softcap,
     """Unnormalised O [ROWS, D_V], maxima m and sums [ROWS] of base-2 logits over the blocks of a view, and the new `it`.
 
     `it` counts the blocks of all tiles: it says where they stand in the rings. `before`: where `load_found` finds what, or ().
+    Meanwhile Q's slot of the tile before the n-th is released.
     """
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.D_V, 16])
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, plan.BLOCK_N, 16])
