@@ -19,6 +19,7 @@ from thdops.ops.layouts import prefix_sums
 
 CPU = torch.device("cpu")
 DETERMINISTIC: Any = torch.utils.deterministic  # `fill_uninitialized_memory` is a property of the module: unknown to type checkers
+BACKENDS = {"cpu": None, "cuda": "native"}  # not what a table of times names first
 DEVICES = [pytest.param("cpu", id="reference"), pytest.param("cuda", id="native", marks=pytest.mark.gpu)]
 
 
@@ -172,8 +173,8 @@ def computed(case: Case, given: Numbers, device: str = "cpu", **more: Any) -> An
     inputs: list[Any] = [None if x is None else x.detach().to(device).requires_grad_() for x in given[:4]]
     q, k, v, sink = inputs
     metadata, options = case.arguments(device)
-    options = {**options, **more}
-    max_logit = options.get("backend") not in HINTED  # which have none
+    options = {"backend": BACKENDS[device], **options, **more}
+    max_logit = options["backend"] not in HINTED  # which have none
     results = thdops.attention(q, k, v, *metadata, sink=sink, return_lse=True, return_max_logit=max_logit, **options)
     out, lse = results[:2]
     leaves = [x for x in inputs if x is not None]

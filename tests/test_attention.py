@@ -293,3 +293,19 @@ def test_options_of_another_kind_are_refused_by_name(options: dict[str, Any], er
 def test_attention_runs_on_meta_tensors() -> None:
     q, k, v, cu = (x.to("meta") for x in _small())
     assert thdops.attention(q, k, v, cu, causal=True).shape == q.shape
+
+
+def test_devices_and_dtypes_that_differ_are_refused() -> None:
+    q, k, v = (torch.zeros(4, 2, 16) for _ in range(3))
+    cu, sink = torch.tensor([0, 4], dtype=torch.int32), torch.zeros(2)
+    given: dict[str, Any] = {"q": q, "k": k, "v": v, "cu_seqlens_q": cu, "sink": sink}
+    for name in ("k", "v", "cu_seqlens_q", "sink"):
+        moved = {**given, name: given[name].to("meta")}
+        with pytest.raises(ValueError, match=rf"^attention: {name} must be on the device of q \(cpu\), got meta; move it$"):
+            thdops.attention(**moved, softmax="learnable")
+    for name in ("k", "v"):
+        cast = {**given, name: given[name].half()}
+        with pytest.raises(
+            TypeError, match=rf"^attention: {name} must have the dtype of q \(float32\), got float16; cast one of them$"
+        ):
+            thdops.attention(**cast, softmax="learnable")

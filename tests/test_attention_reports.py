@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from attention_oracle import (
+    BACKENDS,
     CPU,
     DETERMINISTIC,
     DEVICES,
@@ -43,7 +44,8 @@ def test_equal_offsets_in_one_tensor_or_several_case_2(device: str) -> None:
 
     def step(padded: Tensor | None) -> list[Tensor]:
         leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
-        out = thdops.attention(leaves[0], leaves[1], leaves[2], cu, causal=True, cu_seqlens_q_padded=padded, deterministic=True)
+        settings: dict[str, Any] = {"causal": True, "deterministic": True, "backend": BACKENDS[device]}
+        out = thdops.attention(leaves[0], leaves[1], leaves[2], cu, cu_seqlens_q_padded=padded, **settings)
         return [out, *torch.autograd.grad(out.float().sum(), leaves)]
 
     plain = step(None)
@@ -104,7 +106,7 @@ def test_one_program_small_large_small_cases_6_and_15() -> None:
 
 def _train(leaves: list[Tensor], grad: Tensor, cu: Tensor, padded: Tensor) -> tuple[Tensor, ...]:
     q, k, v = leaves
-    out = thdops.attention(q, k, v, cu, cu_seqlens_q_padded=padded, causal=True, deterministic=True)
+    out = thdops.attention(q, k, v, cu, cu_seqlens_q_padded=padded, causal=True, deterministic=True, backend="native")
     return out, *torch.autograd.grad(out, leaves, grad)
 
 
@@ -171,9 +173,8 @@ def test_one_query_row_a_sequence_case_11(device: str) -> None:
     given = numbers(case, torch.bfloat16)
     k = given.k.to(device)
     ones = torch.ones(8, 3, 64, device=device, dtype=torch.bfloat16)
-    _, lse = thdops.attention(
-        torch.zeros(2, 9, 64, device=device, dtype=torch.bfloat16), k, ones, *case.arguments(device)[0], return_lse=True, **options
-    )
+    q, (cu, padded, *keyed) = torch.zeros(2, 9, 64, device=device, dtype=torch.bfloat16), case.arguments(device)[0]
+    _, lse = thdops.attention(q, k, ones, cu, padded, *keyed, return_lse=True, backend=BACKENDS[device], **options)
     torch.testing.assert_close(lse.cpu(), torch.tensor([3.0, 5.0]).log().expand(9, 2), rtol=1e-5, atol=1e-5)
 
 
@@ -199,19 +200,28 @@ def test_sinks_of_rows_without_a_visible_key() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_logits_far_below_zero_case_12(device: str) -> None:
-    """Masking is by -inf, not by a large number: keys with logits below it still get their share."""
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_logits_far_below_zero_case_12(dim: int, device: str) -> None:
+    """Masking is by -inf, not by a large number: keys with logits below it still get their share, and gradients."""
     batch = Batch([4, 3], [5, 4], 10)
     dtype = torch.bfloat16
-    q = torch.full((10, 2, 16), 256.0, dtype=dtype, device=device)
-    k = -q
-    v = torch.randn(10, 2, 16, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    q = torch.full((10, 2, dim), (2**16 / dim) ** 0.5, dtype=dtype, device=device).requires_grad_()
+    k = (-q.detach()).requires_grad_()
+    generator = torch.Generator().manual_seed(0)
+    v, grad = (torch.randn(10, 2, dim, generator=generator).to(device, dtype) for _ in range(2))
+    v.requires_grad_()
     cu, padded = batch.metadata(device)
-    out, lse = thdops.attention(q, k, v, cu, cu_seqlens_q_padded=padded, causal=True, scale=1.0, return_lse=True)
+    settings: dict[str, Any] = {"causal": True, "scale": 1.0, "return_lse": True, "backend": BACKENDS[device]}
+    out, lse = thdops.attention(q, k, v, cu, cu_seqlens_q_padded=padded, **settings)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), grad)
     assert (lse[:, 0] < -5e4).all()
+    assert bool(dq.isfinite().all() & dk.isfinite().all())
     for rows in batch.rows():
-        mean = v[rows.start : rows.stop].float().cumsum(0) / torch.arange(1, len(rows) + 1, device=device)[:, None, None]
-        torch.testing.assert_close(out[rows.start : rows.stop].float(), mean, rtol=0, atol=0.02)
+        here, seen = slice(rows.start, rows.stop), torch.arange(1, len(rows) + 1, device=device)[:, None, None]
+        mean = v[here].detach().float().cumsum(0) / seen
+        torch.testing.assert_close(out[here].detach().float(), mean, rtol=0, atol=0.02)
+        shares = (grad[here].float() / seen).flip(0).cumsum(0).flip(0)
+        torch.testing.assert_close(dv[here].float(), shares, rtol=0.02, atol=0.02)
 
 
 def test_rows_beyond_two_to_the_31_elements_of_a_view_case_13() -> None:
@@ -226,18 +236,21 @@ def test_rows_beyond_two_to_the_31_elements_of_a_view_case_13() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("rows", [262_144 - 64, 262_144 + 64], ids=["under", "over"])
-def test_two_to_the_31_elements_case_13(rows: int) -> None:
+@pytest.mark.parametrize("over", [False, True], ids=["under", "over"])
+@pytest.mark.parametrize(("heads", "dim", "length"), [(32, 256, 64), (64, 128, 64), (64, 128, 2048)])
+def test_two_to_the_31_elements_case_13(heads: int, dim: int, length: int, over: bool) -> None:
+    """Long sequences at head dim 128: the fp32 sums of dq are as large."""
+    rows = 262_144 + (length if over else -length)
     device = torch.device("cuda")
-    q = torch.randn(rows, 32, 256, device=device, dtype=torch.bfloat16).requires_grad_()
-    k, v = (torch.randn(rows, 4, 256, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
-    cu = torch.arange(0, rows + 1, 64, device=device, dtype=torch.int32)
-    out = thdops.attention(q, k, v, cu, causal=True, max_seqlen_q=64)
+    q = torch.randn(rows, heads, dim, device=device, dtype=torch.bfloat16).requires_grad_()
+    k, v = (torch.randn(rows, 4, dim, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
+    cu = torch.arange(0, rows + 1, length, device=device, dtype=torch.int32)
+    out = thdops.attention(q, k, v, cu, causal=True, backend="native")
     grad = torch.randn_like(out)
     gradients = torch.autograd.grad(out, (q, k, v), grad)
-    last = slice(rows - 64, rows)
+    last = slice(rows - length, rows)
     few = [x.detach()[last].clone().requires_grad_() for x in (q, k, v)]
-    expected = thdops.attention(few[0], few[1], few[2], cu[:2], causal=True, max_seqlen_q=64)
+    expected = thdops.attention(few[0], few[1], few[2], cu[:2], causal=True, backend="native")
     torch.testing.assert_close(out[last], expected, rtol=0, atol=0.02)
     for a, b in zip(gradients, torch.autograd.grad(expected, few, grad[last]), strict=True):
         torch.testing.assert_close(a[last], b, rtol=0, atol=0.1)

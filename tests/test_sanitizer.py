@@ -12,8 +12,19 @@ import pytest
 _SANITIZER = shutil.which("compute-sanitizer") or shutil.which("compute-sanitizer", path="/usr/local/cuda/bin")
 _PROGRAM = """
 import torch, thdops
+from thdops.ops.attention_thd import kernels
 device = torch.device("cuda")
 rows = 40
+
+
+def attend(dim, lengths, cu, padded):
+    kernels._lengths = lambda call: (lengths,)
+    some = rows + (lengths == "long")  # another shape, for what follows from shapes is found once
+    q, k, v = (torch.randn(some, heads, dim, device=device, dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2))
+    for keys in ({}, {"cu_seqlens_kv": cu.flip(0).contiguous(), "cu_seqlens_kv_padded": padded}):
+        thdops.attention(q, k, v, cu, cu_seqlens_q_padded=padded, causal=True, backend="native", **keys).sum().backward()
+
+
 malformed = ([0, 5, 3, 20], [-7, 4, 90, 12], [0, 10**6, 2 * 10**6, 3 * 10**6], [39, 40, 41, 44], [20, 10, 0, -10])
 for ends in malformed:
     for dtype in (torch.int32, torch.int64):
@@ -25,8 +36,8 @@ for ends in malformed:
             thdops.padding_mask(cu, padded, rows), thdops.sequence_ids(cu, padded, rows), thdops.compact_rows(cu, padded, rows)
             thdops.positions(cu, padded, rows), thdops.positions(cu, padded, rows // 2, cp_size=2, cp_rank=1)
             thdops.slice_cu_seqlens(cu, padded, 7, 20)
-            q, k, v = (torch.randn(rows, 2, 16, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-            thdops.attention(q, k, v, cu, cu_seqlens_q_padded=padded, causal=True).sum().backward()
+            for dim, lengths in ((16, "short"), (64, "short"), (128, "short"), (64, "long"), (128, "long")):
+                attend(dim, lengths, cu, padded)
             for routing in (torch.rand(rows, 8, device=device) < 0.3, torch.randint(-3, 12, (rows, 2), device=device)):
                 scores = torch.rand(rows, 8, device=device, requires_grad=True)
                 losses = thdops.moe_seq_aux_loss(scores, routing, cu, padded, num_experts=8, topk=2, coeff=1.0, reduction="none")
