@@ -13,7 +13,8 @@ def captured(call: Callable[[], Any], pool: Any = None) -> tuple[torch.cuda.CUDA
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        call()
+        for _ in range(2):
+            call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor_config
+from capturing import captured
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._dynamo.utils import counters
@@ -408,15 +409,6 @@ def test_errors(changed: dict[str, Any], error: type[Exception], text: str) -> N
 # --- CUDA graphs ------------------------------------------------------------------------------------------------------------------
 
 
-def warm_up(call: Callable[[], Any]) -> None:
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            call()
-    torch.cuda.current_stream().wait_stream(stream)
-
-
 @gpu
 @pytest.mark.parametrize("mode", ["eager", "inductor"])
 def test_a_captured_step_follows_the_scale_at_each_replay(mode: str) -> None:
@@ -426,10 +418,7 @@ def test_a_captured_step_follows_the_scale_at_each_replay(mode: str) -> None:
     def grads() -> tuple[Tensor, ...]:
         return torch.autograd.grad(run(x, w, scale).sum(), (x, w))
 
-    warm_up(grads)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        dx, dw = grads()
+    graph, (dx, dw) = captured(grads)
     for value in (2.0, 0.0, 512.0):
         scale.fill_(value)
         graph.replay()

@@ -32,6 +32,7 @@ from attention_oracle import (
     oracle,
     poisoned,
 )
+from capturing import captured
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -623,16 +624,11 @@ def test_whether_sequences_are_long_is_found_on_the_device(
             forget_plans(patch)
             return step()
 
-    for _ in range(2):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, results = captured(step)
     for length, lengths in ((length, one) for length, some in layouts.items() for one in some):
         cu.copy_(prefix_sums(lengths, device))
         graph.replay()
-        for found in (captured, step()):
+        for found in (results, step()):
             for a, b, other in zip(found, alone(length), alone("long" if length == "short" else "short"), strict=True):
                 if deterministic:
                     assert torch.equal(a, b)

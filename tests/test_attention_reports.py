@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from attention_oracle import (
     numbers,
     poisoned,
 )
+from capturing import captured
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
@@ -119,16 +121,7 @@ def test_two_graphs_in_one_pool_replayed_with_other_layouts_cases_6_and_15() -> 
         q, k, v, grad = (torch.randn(capacity, 4, 64, device=device, dtype=torch.bfloat16) for _ in range(4))
         cu, padded = torch.zeros(5, dtype=torch.int32, device=device), torch.zeros(5, dtype=torch.int32, device=device)
         leaves = [x.requires_grad_() for x in (q, k, v)]
-
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                _train(leaves, grad, cu, padded)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
-            results = _train(leaves, grad, cu, padded)
+        graph, results = captured(partial(_train, leaves, grad, cu, padded), pool)
         graphs[capacity] = (graph, results, leaves, grad, cu, padded)
     for capacity, lengths in ((512, [100, 0, 30, 7]), (2048, [1196, 0, 0, 0]), (2048, [500, 400, 300, 200]), (512, [1, 2, 3, 4])):
         graph, results, leaves, grad, cu, padded = graphs[capacity]

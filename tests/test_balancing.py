@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from capturing import captured
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -507,14 +508,7 @@ def test_replays_follow_every_tensor() -> None:
     static = [x.clone() for x in step_arguments(base.total, 4, 1)]
     static[4], static[5] = base.cu_seqlens.clone(), base.padded.clone() if base.padded is not None else base.cu_seqlens.clone()
     static[0].requires_grad_()
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        step(*static)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step(*static)
+    graph, results = captured(lambda: step(*static))
     for seed, other in enumerate([*others(base), base], start=2):
         fresh = list(step_arguments(base.total, 4, seed))
         assert other.padded is not None
