@@ -367,12 +367,16 @@ def main(args: argparse.Namespace, registry: Registry | None = None) -> int:
     facts = header(device)
     print("\n".join(f"{name:<9} {value}" for name, value in facts.items()))
     roofline = _roofline(device)
-    if roofline is not None:
-        print("us: a call inside a CUDA graph (*: timed eagerly); +us: above the roofline; speed-up: of the op over that row\n")
-    else:
-        print("results are compared on CPU; the times are those of the references and say nothing about the kernels\n")
+    print(f"{_legend(device, '+us: above the roofline; speed-up: of the op over that row')}\n")
     rows = _shown(_rows(registry, specs, device, roofline, args.match, not args.eager))
     return _finished(args, facts, roofline, rows)
+
+
+def _legend(device: torch.device, columns: str) -> str:
+    """What the times are."""
+    if device.type == "cuda":
+        return f"us: a call inside a CUDA graph (*: timed eagerly); {columns}"
+    return "results are compared on CPU; the times are those of the references and say nothing about the kernels"
 
 
 def _across_ranks(args: argparse.Namespace, device: torch.device) -> int:
@@ -416,7 +420,7 @@ def _against_peers(args: argparse.Namespace, specs: Sequence[OpSpec], device: to
     print("\n".join(f"{name:<22} {value}" for name, value in facts.items()))
     roofline = _roofline(device)
     peers = Peers(device, args.match, args.only, roofline)
-    print("us: a call inside a CUDA graph (*: timed eagerly); speed-up: of the first provider over that row\n")
+    print(f"{_legend(device, 'speed-up: of the first provider over that row')}\n")
     rows = _shown(peers.rows(specs))
     for spec in specs:
         if args.write_table and spec.write_table is not None:
