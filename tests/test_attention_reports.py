@@ -228,12 +228,15 @@ def test_rows_beyond_two_to_the_31_elements_of_a_view_case_13() -> None:
     assert torch.equal(thdops.attention(rows, given.k, given.v, cu), thdops.attention(given.q, given.k, given.v, cu))
 
 
+# Heads and head dim of q, rows of a sequence, and how many rows there are beyond 2^31 elements.
+_LARGE = [(32, 256, 64, -64), (32, 256, 64, 64), (64, 128, 64, 64), (64, 128, 2048, 2048)]
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("over", [False, True], ids=["under", "over"])
-@pytest.mark.parametrize(("heads", "dim", "length"), [(32, 256, 64), (64, 128, 64), (64, 128, 2048)])
-def test_two_to_the_31_elements_case_13(heads: int, dim: int, length: int, over: bool) -> None:
+@pytest.mark.parametrize(("heads", "dim", "length", "more"), _LARGE)
+def test_two_to_the_31_elements_case_13(heads: int, dim: int, length: int, more: int) -> None:
     """Long sequences at head dim 128: the fp32 sums of dq are as large."""
-    rows = 262_144 + (length if over else -length)
+    rows = 262_144 + more
     device = torch.device("cuda")
     q = torch.randn(rows, heads, dim, device=device, dtype=torch.bfloat16).requires_grad_()
     k, v = (torch.randn(rows, 4, dim, device=device, dtype=torch.bfloat16).requires_grad_() for _ in range(2))
@@ -243,10 +246,12 @@ def test_two_to_the_31_elements_case_13(heads: int, dim: int, length: int, over:
     gradients = torch.autograd.grad(out, (q, k, v), grad)
     last = slice(rows - length, rows)
     few = [x.detach()[last].clone().requires_grad_() for x in (q, k, v)]
+    found, upstream = [x[last].clone() for x in (out, *gradients)], grad[last].clone()
+    del q, k, v, out, grad, gradients
+    torch.cuda.empty_cache()  # other processes test on this GPU, too
     expected = thdops.attention(few[0], few[1], few[2], cu[:2], causal=True, backend="native")
-    torch.testing.assert_close(out[last], expected, rtol=0, atol=0.02)
-    for a, b in zip(gradients, torch.autograd.grad(expected, few, grad[last]), strict=True):
-        torch.testing.assert_close(a[last], b, rtol=0, atol=0.1)
+    for a, b in zip(found, (expected, *torch.autograd.grad(expected, few, upstream)), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0.02)
 
 
 @pytest.mark.parametrize("device", DEVICES)
