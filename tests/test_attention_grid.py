@@ -160,20 +160,23 @@ def _packed(packing: str, q: Any, k: Any, v: Any, dtype: torch.dtype, new: Any) 
     return first, new(*k).to(dtype), new(*v).to(dtype)
 
 
+def offsets(asked: Problem) -> dict[str, Any]:
+    """Of queries, and of keys that have their own."""
+    names = ("cu_seqlens_q", "cu_seqlens_q_padded"), ("cu_seqlens_kv", "cu_seqlens_kv_padded")
+    sides = (asked.queries,) if asked.keys is asked.queries else (asked.queries, asked.keys)
+    device = asked.given[0].device
+    return {name: x for some, side in zip(names, sides, strict=False) for name, x in zip(some, side.metadata(device), strict=True)}
+
+
 def answers(asked: Problem, backend: str) -> list[Tensor]:
     """(out, lse, dq, dk, dv, and dsink); the reference's in fp32, of numbers without NaN."""
     setting = asked.setting
     exact = backend == "reference"
     tensors = [x.nan_to_num().float() if exact else x for x in asked.given]
     leaves: list[Any] = [None if x is None else x.detach().requires_grad_() for x in (*tensors, asked.sink)]
-    cu, padded = asked.queries.metadata(leaves[0].device)
-    keyed: dict[str, Any] = {}
-    if asked.keys is not asked.queries:
-        names = ("cu_seqlens_kv", "cu_seqlens_kv_padded")
-        keyed = dict(zip(names, asked.keys.metadata(leaves[0].device), strict=True))
-    options = {**MASKS[setting.mask], **setting.more, "deterministic": setting.deterministic, "return_lse": True}
+    options = {**offsets(asked), **MASKS[setting.mask], **setting.more, "deterministic": setting.deterministic, "return_lse": True}
     q, k, v, sink = leaves
-    results = thdops.attention(q, k, v, cu, cu_seqlens_q_padded=padded, sink=sink, backend=backend, **keyed, **options)
+    results = thdops.attention(q, k, v, sink=sink, backend=backend, **options)
     upstream = [g.nan_to_num().float() if exact else g for g in asked.upstream]
     wanted = [leaf for leaf in leaves if leaf is not None]
     return [*(x.detach() for x in results[:2]), *torch.autograd.grad(results[: len(upstream)], wanted, upstream)]
@@ -249,14 +252,9 @@ def test_softcap(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("model", ["16 x 64", "24/24 x 128, longer keys", "4/2 x 256"])
 def test_max_logit(model: str, mask: str) -> None:
     asked = problem(Setting(model, mask, True), torch.device("cuda"))
-    cu, padded = asked.queries.metadata("cuda")
-    keyed: dict[str, Any] = {}
-    if asked.keys is not asked.queries:
-        keyed = dict(zip(("cu_seqlens_kv", "cu_seqlens_kv_padded"), asked.keys.metadata("cuda"), strict=True))
     found = []
     for backend, (q, k, v) in (("native", asked.given), ("reference", tuple(x.nan_to_num().float() for x in asked.given))):
-        options = {**keyed, **MASKS[mask], "return_max_logit": True, "backend": backend}
-        found.append(thdops.attention(q, k, v, cu, cu_seqlens_q_padded=padded, **options))
+        found.append(thdops.attention(q, k, v, **offsets(asked), **MASKS[mask], return_max_logit=True, backend=backend))
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-4, atol=1e-4)
 
 

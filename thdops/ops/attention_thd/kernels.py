@@ -276,7 +276,8 @@ class _GradQueries:
         self.table = _query_tiles(call, _queries_rows(call, grad_out), "met" if adds else "all")
         hopper = _hopper_backward(call, grad_out)
         if hopper is not None:
-            self._kernel: Any = hopper.Queries(q, k, v, grad_out, _mean_rows(k, call), *_window(call), call.scale, adds)
+            mean, window, out = _mean_rows(k, call), _window(call), _loadable(call.out)
+            self._kernel: Any = hopper.Queries(q, k, v, grad_out, mean, *window, call.scale, adds, out, call.grad_lse)
             return
         blocks = _queries_blocks(call)
         unit, *strides = _strides(q, k, v, grad_out)

@@ -164,12 +164,14 @@ class Queries:
     """dq [Tq, Hq, D]: as `Keys`. mean: rows of k that a sequence has on the average; only the order of work follows from it."""
 
     def __init__(
-        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, mean: float, left: int, right: int, scale: float, adds: bool
-    ) -> None:
+        self, q: Tensor, k: Tensor, v: Tensor, do: Tensor, mean: float, left: int, right: int, scale: float, adds: bool,
+        out: Tensor, grad_lse: Tensor | None,
+    ) -> None:  # fmt: skip
         shape = (q.shape[2], v.shape[2])
         plan = _QUERIES[shape][_short(mean, left, right)]
         self._operands = _Operands(q, k, v, do, plan.rows // plan.parts, plan.block)
         self._dq = _Chunks(meta(*q.shape, dtype=q.dtype), plan.rows // plan.parts)
+        self._strides = out.stride()[:2], (0, 0) if grad_lse is None else grad_lse.stride()
         constexprs = (*shape, int(left >= 0), int(right >= 0), plan.parts, plan.stages, plan.branches, int(adds))
         self._launch = _launch(queries_kernel, plan, q, (*query_order(q, k, v, mean), left, right, scale), constexprs)
 
@@ -180,11 +182,10 @@ class Queries:
         """As there; with `out`, for which `makes_delta`, delta is written on the way, and tiles have to be of all rows."""
         descs = self._operands(q, k, v, do)
         to = self._dq(dq) if dq.dtype == q.dtype else descs[:2]  # any, as above
-        out_strides = (0, 0) if out is None else out.stride()[:2]
-        grad_lse_strides = (0, 0) if grad_lse is None else grad_lse.stride()
+        of_out, of_grad_lse = self._strides
         self._launch(
             *descs, *to, *self._operands.columns, lse, delta, dq, q.shape[0], tiles, counts,
-            out, *out_strides, grad_lse, *grad_lse_strides,
+            out, *of_out, grad_lse, *of_grad_lse,
         )  # fmt: skip
 
 

@@ -159,7 +159,7 @@ def _keys_block(
 def _keys_consumer(
     part: gl.constexpr, args,
     D_QK: gl.constexpr, D_V: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, BRANCHES: gl.constexpr,
-    REDUCE: gl.constexpr, ORDERED: gl.constexpr, ADDS: gl.constexpr,
+    REDUCE: gl.constexpr, ADDS: gl.constexpr,
 ):  # fmt: skip
     outputs, shares, work, heads, window, scale, operands, terms, tile_bars, full, clean = args
     dk_out, dv_out, dk_desc, dv_desc, dk_s, dv_s = outputs
@@ -173,6 +173,7 @@ def _keys_consumer(
     STAGES: gl.constexpr = q[0].shape[0]
     THREADS: gl.constexpr = threads_of(k[0].shape[0] * k[0].shape[1])
     RUNS_ON: gl.constexpr = PARTS == 1
+    ORDERED: gl.constexpr = REDUCE and RUNS_ON
     FP32: gl.constexpr = dk_out.dtype.element_ty == gl.float32
     turn = 0
     n = 0
@@ -294,7 +295,7 @@ def keys_kernel(
         ROWS: gl.constexpr = k[0].shape[1]
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ADDS)),
                 (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
                 (
                     add_in_order,
@@ -307,7 +308,7 @@ def keys_kernel(
     elif PARTS == 1:
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ADDS)),
                 (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
             ],
             [1],
@@ -316,8 +317,8 @@ def keys_kernel(
     else:
         gl.warp_specialize(
             [
-                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ORDERED, ADDS)),
-                (_keys_consumer, (gl.constexpr(1), second, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ORDERED, ADDS)),
+                (_keys_consumer, (gl.constexpr(0), first, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ADDS)),
+                (_keys_consumer, (gl.constexpr(1), second, D_QK, D_V, LEFT, RIGHT, BRANCHES, REDUCE, ADDS)),
                 (_keys_producer, (load, D_QK, D_V, LEFT, RIGHT, ORDERED)),
             ],
             [4, 1],
