@@ -2,9 +2,9 @@
 
 T rows, H heads, D head dim. Masks x head shapes x gaps is a product; for each of these the rest is drawn: whether the kernels for
 short or for long sequences are taken, or those that the shapes stand for, whether gradients repeat, whether LSE has one, and how q,
-k and v are packed. Numbers are of unit size, and an error is held against the size of its element, its row and its tensor: of
-numbers of a tenth, which TransformerEngine's tests have, most gradients are smaller than their tolerance (1.5e-2 for bf16). All
-padding rows hold NaN, upstream gradients' too.
+k and v are packed. Numbers are of unit size, and errors are held against sizes (`errors`), one by one and all together: of numbers
+of a tenth, which TransformerEngine's tests have, most gradients are smaller than their tolerance (1.5e-2 for bf16). Padding
+rows hold NaN, upstream gradients' too.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ MASKS: dict[str, dict[str, Any]] = {
     "window 700, 430": {"window": (700, 430)},
     "bottom-right, window 1030": {**BOTTOM_RIGHT, "window": (1030, -1)},
 }
-TOLERANCE = {torch.bfloat16: 2.5e-2, torch.float16: 6e-3}
+# Of the errors of an element, and of a tensor's rms. On an H200 the grid reaches 2.2e-2 and 2.9e-3, in fp16 1.3e-3 and 3.1e-4.
+TOLERANCE = {torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
 class Setting(NamedTuple):
@@ -182,18 +184,36 @@ def answers(asked: Problem, backend: str) -> list[Tensor]:
     return [*(x.detach() for x in results[:2]), *torch.autograd.grad(results[: len(upstream)], wanted, upstream)]
 
 
-def differences(asked: Problem, found: list[Tensor], expected: list[Tensor]) -> str:
-    """What is wrong, or "". Errors of P and dS rounded to 16 bits grow with an element, its row and, in long sums, the tensor."""
-    tolerance = TOLERANCE[asked.setting.dtype]
+def errors(asked: Problem, found: list[Tensor], expected: list[Tensor]) -> dict[str, tuple[float, float]]:
+    """Of out and each gradient, the largest error of an element and the rms of all, as parts of what they are held against.
+
+    P, dS and the results are rounded to 16 bits, so that an error grows with its element and with all that stand in its row, its
+    head's part of the row and, in long sums, the tensor. Where a row sees few keys, dP and delta cancel out, and what is left of
+    them in dQ is delta's error, which comes of the rounding of out: s |out * dout| is held against, too (keys are of size 1).
+    """
+    delta = (expected[0] * asked.upstream[0].nan_to_num()).norm(dim=2, keepdim=True) / asked.given[0].shape[2] ** 0.5
+    rms = lambda x, *dims: x.square().mean(dims or None, keepdim=bool(dims)).sqrt()  # noqa: E731
+    parts = {}
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsink"), found, expected, strict=False):
-        a, b = a.float(), b.float()
         if name == "lse":
-            wrong = ~((a == b) | ((a - b).abs() <= 1e-3))
-        else:
-            row = b.square().mean((1, 2), keepdim=True).sqrt() if b.dim() == 3 else 0.0
-            wrong = ~((a - b).abs() <= tolerance * (b.abs() + row + b.square().mean().sqrt()))
-        if bool(wrong.any()):
-            return f"{name}: {int(wrong.sum())} of {wrong.numel()} elements, by up to {float((a - b).abs()[wrong].max()):.3g}"
+            continue
+        size = b.abs() + delta if name == "dq" else b.abs()
+        scale = size + rms(b) + (rms(b, 1, 2) + rms(b, 2) if b.dim() == 3 else 0)
+        error = (a.float() - b).abs()
+        parts[name] = float((error / scale.clamp(min=1e-30)).max()), float(rms(error) / rms(b).clamp(min=1e-30))
+    return parts
+
+
+def differences(asked: Problem, found: list[Tensor], expected: list[Tensor]) -> str:
+    """What is wrong, or ""."""
+    dtype = asked.setting.dtype
+    for name, (largest, rms) in errors(asked, found, expected).items():
+        if not largest <= TOLERANCE[dtype]:
+            return f"{name}: an element is wrong by {largest:.3g} of its size and of those around it"
+        if name != "dsink" and not rms <= ROUNDING[dtype]:
+            return f"{name}: wrong by {rms:.3g} of its size, rms"
+    if not bool(((found[1] == expected[1]) | ((found[1] - expected[1]).abs() <= 1e-3)).all()):
+        return "lse: wrong by more than 1e-3"
     rows, keys = (side.padding().to(found[0].device) for side in (asked.queries, asked.keys))
     for name, x, mask in zip(("out", "dq", "dk", "dv"), (found[0], *found[2:5]), (rows, rows, keys, keys), strict=True):
         if bool((x[mask] != 0).any() | x[mask].signbit().any()):
@@ -292,6 +312,7 @@ _BROKEN = {
     "lse": lambda results: results[1].add_(0.002),
     "dq": lambda results: results[2].zero_(),
     "dk": lambda results: results[3].copy_(results[3].roll(1, 2)),
+    "all of dk by little": lambda results: results[3].mul_(1.01),
     "dv": lambda results: results[4][-90:].mul_(1.1),
     "dsink": lambda results: results[5].mul_(0.95),
     "padding": lambda results: results[2].copy_(torch.where(results[2] == 0, -0.0, results[2])),
