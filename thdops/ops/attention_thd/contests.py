@@ -290,7 +290,7 @@ def _flex_grad(*args: Any) -> Prepared:
         raise Unserved("has no backward on CPU")
     leaves = [x.detach().requires_grad_() for x in call[2:5]]
     out = _flex_attention(call)(*leaves)
-    # A host read, so that nobody tries to capture it: autograd runs on the stream of the forward, which is not the capture's.
+    # A host read, so that a capture fails at once: autograd runs on the stream of the forward, which is not the capture's.
     return lambda: (torch.cuda.synchronize(), torch.autograd.grad(out, leaves, call.grad_out, retain_graph=True))[1]
 
 
