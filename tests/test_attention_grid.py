@@ -60,8 +60,10 @@ MASKS: dict[str, dict[str, Any]] = {
     "window 700, 430": {"window": (700, 430)},
     "bottom-right, window 1030": {**BOTTOM_RIGHT, "window": (1030, -1)},
 }
-# Of the errors of an element, and of a tensor's rms. On an H200 the grid reaches 2.2e-2 and 2.9e-3, in fp16 1.3e-3 and 3.1e-4.
-TOLERANCE = {torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
+# Of errors of an element of dK, of one elsewhere, and of a tensor's rms. On an H200 the grid reaches 2.2e-2, 8.8e-3 and 2.9e-3, in
+# fp16 1.3e-3, 1.1e-3 and 3.1e-4.
+TOLERANCE_DK = {torch.bfloat16: 2.5e-2, torch.float16: 3e-3}
+TOLERANCE = {torch.bfloat16: 1.25e-2, torch.float16: 1.5e-3}
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 
 
@@ -189,26 +191,30 @@ def errors(asked: Problem, found: list[Tensor], expected: list[Tensor]) -> dict[
 
     P, dS and the results are rounded to 16 bits, so that an error grows with its element and with all that stand in its row, its
     head's part of the row and, in long sums, the tensor. Where a row sees few keys, dP and delta cancel out, and what is left of
-    them in dQ is delta's error, which comes of the rounding of out: s |out * dout| is held against, too (keys are of size 1).
+    them in dQ is delta's error, which comes of the rounding of out: s |out * dout| is held against, too (keys are of size 1). In dK
+    it is left, too, of all rows that see a key: hence `TOLERANCE_DK`.
     """
     delta = (expected[0] * asked.upstream[0].nan_to_num()).norm(dim=2, keepdim=True) / asked.given[0].shape[2] ** 0.5
-    rms = lambda x, *dims: x.square().mean(dims or None, keepdim=bool(dims)).sqrt()  # noqa: E731
     parts = {}
     for name, a, b in zip(("out", "lse", "dq", "dk", "dv", "dsink"), found, expected, strict=False):
         if name == "lse":
             continue
         size = b.abs() + delta if name == "dq" else b.abs()
-        scale = size + rms(b) + (rms(b, 1, 2) + rms(b, 2) if b.dim() == 3 else 0)
+        scale = size + _rms(b) + (_rms(b, 1, 2) + _rms(b, 2) if b.dim() == 3 else 0)
         error = (a.float() - b).abs()
-        parts[name] = float((error / scale.clamp(min=1e-30)).max()), float(rms(error) / rms(b).clamp(min=1e-30))
+        parts[name] = float((error / scale.clamp(min=1e-30)).max()), float(_rms(error) / _rms(b).clamp(min=1e-30))
     return parts
+
+
+def _rms(x: Tensor, *dims: int) -> Tensor:
+    return x.square().mean(dims or None, keepdim=bool(dims)).sqrt()
 
 
 def differences(asked: Problem, found: list[Tensor], expected: list[Tensor]) -> str:
     """What is wrong, or ""."""
     dtype = asked.setting.dtype
     for name, (largest, rms) in errors(asked, found, expected).items():
-        if not largest <= TOLERANCE[dtype]:
+        if not largest <= (TOLERANCE_DK if name == "dk" else TOLERANCE)[dtype]:
             return f"{name}: an element is wrong by {largest:.3g} of its size and of those around it"
         if name != "dsink" and not rms <= ROUNDING[dtype]:
             return f"{name}: wrong by {rms:.3g} of its size, rms"
